@@ -1,0 +1,203 @@
+"""Makes `builtin:tiny`, the packaged policy that the quickstart and the tests train.
+
+    byte-level tokenizer + ChatML template     every text has tokens, and the same text back
+    Qwen3 architecture, 1.9 M parameters       head_dim 64 and an even number of KV heads: vLLM loads it unchanged
+    supervised addition, completion-only loss  stopped at 0.40 greedy accuracy on the held-out pairs
+
+What it must be: a policy with the format learned and the sums half learned. The answers are a short working, then a box:
+
+    47 + 85 = ?    ->    12 13 \\boxed{132}<|im_end|>         units sum, tens sum with the carry, answer
+
+Stopping early instead of training on wrong labels keeps it unsure rather than wrong: the right answer is among the samples
+of nearly every pair, which is what a group's advantages are made of. Training is seeded and in float32; another machine's
+kernels may take a few steps more or fewer to the same accuracy. The weights are stored in bfloat16, and the accuracies
+printed last are those of the stored weights.
+"""
+
+import argparse
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from prepare_addition import Pair, Split, row, split_pairs
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SEED = 0
+TARGET = 0.40
+TOLERANCE = 0.02
+MAX_STEPS = 3000
+BATCH = 64
+LEARNING_RATE = 1e-3
+WARMUP = 50
+CONTEXT = 2048
+MAX_NEW_TOKENS = 24
+
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+# Words that are one token instead of a token a letter: they are in every prompt or answer, and decoding is most of a step.
+WORDS = ("system", "user", "assistant", "\\boxed")
+
+TEMPLATE = Path(__file__).with_name("tiny_chat_template.jinja")
+OUT = Path(__file__).parents[2] / "src" / "palingenesis" / "rl" / "policy" / "builtin" / "tiny"
+BOX = re.compile(r"\\boxed\{(\d+)\}")
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes are tokens 0..255, WORDS follow, the added tokens close the vocabulary. BPE without merges: `ignore_merges`
+    lets a pre-token that is in the vocabulary (a word) be one token, everything else falls apart into its bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: index for index, piece in enumerate([*alphabet, *WORDS])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
+    words = Regex("|".join(re.escape(word) for word in WORDS))
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(words, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
+    core.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+        chat_template=TEMPLATE.read_text(encoding="utf-8"),
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    return model
+
+
+def answer(pair: Pair) -> str:
+    a, b = pair
+    units = a % 10 + b % 10
+    tens = a // 10 + b // 10 + units // 10
+    return f"{units} {tens} \\boxed{{{a + b}}}"
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, pair: Pair) -> list[int]:
+    messages = [{"role": "user", "content": row(pair)["prompt"]}]
+    ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return ids
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input ids and labels of whole examples, padded on the right; -100 marks what is not trained on."""
+    inputs, labels = [], []
+    for pair in pairs:
+        prompt = prompt_ids(tokenizer, pair)
+        completion = tokenizer.encode(answer(pair)) + [tokenizer.eos_token_id]
+        inputs.append(torch.tensor(prompt + completion))
+        labels.append(torch.tensor([-100] * len(prompt) + completion))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(inputs, batch_first=True, padding_value=tokenizer.pad_token_id), pad(
+        labels, batch_first=True, padding_value=-100
+    )
+
+
+@torch.no_grad()
+def sample(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[Pair], temperature: float, count: int = 1
+) -> list[list[str]]:
+    """`count` answers to each pair; temperature 0 is greedy. All prompts have the same length, so nothing is padded."""
+    prompts = torch.tensor([prompt_ids(tokenizer, pair) for pair in pairs])
+    how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    output = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=MAX_NEW_TOKENS,
+        num_return_sequences=count,
+        **how,
+    )
+    texts = tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)
+    return [texts[start : start + count] for start in range(0, len(texts), count)]
+
+
+def is_right(pair: Pair, text: str) -> bool:
+    found = BOX.findall(text)
+    return bool(found) and int(found[-1]) == sum(pair)
+
+
+def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[Pair]) -> float:
+    answers = sample(model, tokenizer, pairs, temperature=0.0)
+    return sum(is_right(pair, texts[0]) for pair, texts in zip(pairs, answers, strict=True)) / len(pairs)
+
+
+def batches(count: int) -> Iterator[torch.Tensor]:
+    while True:
+        yield from torch.randperm(count).split(BATCH)
+
+
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, split: Split) -> None:
+    """Steps until the greedy accuracy on the held-out pairs is within TOLERANCE of TARGET."""
+    inputs, labels = encode(tokenizer, split.supervised)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    for step, chosen in enumerate(batches(len(inputs)), start=1):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, step / WARMUP)
+        loss = model(input_ids=inputs[chosen], labels=labels[chosen]).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0:
+            accuracy = greedy_accuracy(model, tokenizer, split.held_out)
+            print(f"step {step}  loss {loss.item():.3f}  held-out accuracy {accuracy:.3f}", flush=True)
+            if abs(accuracy - TARGET) <= TOLERANCE:
+                return
+        if step == MAX_STEPS:
+            raise SystemExit(f"no accuracy near {TARGET} in {MAX_STEPS} steps")
+
+
+def describe(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[Pair]) -> None:
+    count = 16
+    answers = sample(model, tokenizer, pairs, temperature=1.0, count=count)
+    right = [sum(is_right(pair, text) for text in texts) for pair, texts in zip(pairs, answers, strict=True)]
+    parsed = sum(bool(BOX.search(text)) for texts in answers for text in texts)
+    print(f"greedy accuracy {greedy_accuracy(model, tokenizer, pairs):.3f}")
+    print(f"at temperature 1: accuracy {sum(right) / len(pairs) / count:.3f}, parsed {parsed / len(pairs) / count:.3f}")
+    print(f"pass@{count} {sum(n > 0 for n in right) / len(pairs):.3f}, mixed groups", end=" ")
+    print(f"{sum(0 < n < count for n in right) / len(pairs):.3f}")
+
+
+def main(out: Path) -> None:
+    started = time.monotonic()
+    torch.manual_seed(SEED)
+    split = split_pairs()
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    train(model, tokenizer, split)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    print(f"trained in {time.monotonic() - started:.0f} s; stored in {out}")
+    describe(Qwen3ForCausalLM.from_pretrained(out, dtype=torch.float32), tokenizer, split.held_out)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=OUT, help="folder to write the model to")
+    main(parser.parse_args().out)

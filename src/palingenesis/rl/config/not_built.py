@@ -1,0 +1,60 @@
+"""Options whose part does not exist yet. Work that builds a part deletes its lines here and in the test of the list.
+
+An option is refused when it asks for the part: when its value is one of `values` and the user set it, or, without
+`values`, when it differs from its default. An option left alone is never refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class NotBuilt:
+    """One missing part.
+
+    Attributes:
+        option: the option, or a pattern such as `env.*`.
+        values: the values that ask for the part; empty means every value but the default.
+        part: what is missing, as in "asks for ..., which is not built yet".
+        instead: what to do until then.
+    """
+
+    option: str
+    values: tuple[Any, ...]
+    part: str
+    instead: str
+
+    def refuses(self, option: str, value: Any, default: Any, is_set: bool) -> bool:
+        """`option` with this value asks for the missing part."""
+        if not fnmatchcase(option, self.option):
+            return False
+        return is_set and value in self.values if self.values else bool(value != default)
+
+
+_TRACKER = "follow metrics.jsonl in train.output_dir"
+
+NOT_BUILT: tuple[NotBuilt, ...] = (
+    NotBuilt("model.gradient_checkpointing", ("selective",), "selective checkpointing", "use full or none"),
+    NotBuilt("data.format", ("nemo_gym",), "the NeMo Gym row format", "convert the rows and use chat"),
+    NotBuilt("rollout.backend", ("vllm",), "the vllm engine", "set hf, or leave it unset"),
+    NotBuilt("rollout.max_staleness", (), "overlapping rollouts with training", "leave it at 0"),
+    NotBuilt("rollout.kv_cache_dtype", (), "the vllm engine", "remove it"),
+    NotBuilt("rollout.quantization", (), "the vllm engine", "remove it"),
+    NotBuilt("rollout.vllm_args", (), "the vllm engine", "remove it"),
+    NotBuilt("env.*", (), "a part of tools and environments", "keep env.type single_turn and leave the section alone"),
+    NotBuilt("rewards.*.fn", ("code",), "the code reward", "write a function that scores the completion"),
+    NotBuilt("sandbox.*", (), "the sandbox", "remove it"),
+    NotBuilt("train.optimizer", ("adamw8bit", "paged_adamw8bit"), "8-bit AdamW", "use adamw"),
+    NotBuilt("train.fsdp", (True,), "sharding over ranks", "leave it at auto and run one process"),
+    NotBuilt("train.cpu_offload", (), "offloading to CPU memory", "leave it at false"),
+    NotBuilt("train.prompt_sharing", (True,), "sharing a group's prompt", "leave it at auto"),
+    NotBuilt("train.guard", ("warn", "act"), "the collapse guard", "leave it off and watch policy/abs_ratio_dev"),
+    NotBuilt("logging.wandb", (), "reporting to Weights & Biases", _TRACKER),
+    NotBuilt("logging.tensorboard", (), "reporting to TensorBoard", _TRACKER),
+    NotBuilt("logging.trackio", (), "reporting to Trackio", _TRACKER),
+    NotBuilt("logging.project", (), "reporting to a tracker", _TRACKER),
+    NotBuilt("logging.run_name", (), "reporting to a tracker", _TRACKER),
+)

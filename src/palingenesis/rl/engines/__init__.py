@@ -1,0 +1,1 @@
+"""Generation engines behind `types.Engine`: `hf` (the trainer's own model), `scripted` (the test double)."""

@@ -1,0 +1,250 @@
+"""The embedded engine: the trainer's own model generates, on a CPU or a GPU, through transformers' `generate`.
+
+    rollout loop ── generate() ──> pending ──(next tick)──> one wave ──> engine thread ── model.generate ──> futures
+
+Invariants:
+- One wave runs at a time. It holds every request that was pending when it started, so on a CPU the batch a row is
+  computed in, and with it every bit of its log-probs, is a function of what was asked and not of timing.
+- A request's draw depends on its seed and its logits alone: token t is the inverse CDF of the softmax at the t-th
+  uniform number of the request's own generator (float64 on both sides; in float32 a vocabulary's tail has no mass).
+- The log-prob of a token is read from the logits it was drawn from, at the request's temperature.
+- Weights are the trainer's own tensors: `load` only moves the version, and must not be called while a wave runs.
+
+Transformers' continuous batching was measured and left out: 512 prompts of 24 tokens, 20 new tokens, 1.8 M parameters,
+two CPU cores: 6.3 s a batch against 0.91 s for `generate`, and its scheduling depends on arrival times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from palingenesis.rl.errors import EngineError
+from palingenesis.rl.types import Completion, EngineUsage, Finish, SamplingParams, Weights
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(eq=False)
+class _Request:
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    future: asyncio.Future[Completion]
+
+
+class HFEngine:
+    """Generate with a transformers causal model that lives in this process.
+
+    Args:
+        model: the policy; generation runs under `eval()` and `no_grad()`.
+        pad_token_id: fills the left of shorter prompts; masked out.
+        max_rows: rows decoded at once; 0 decodes a whole wave together.
+    """
+
+    def __init__(self, model: Any, pad_token_id: int, max_rows: int = 0) -> None:
+        self.model = model
+        self.pad_token_id = pad_token_id
+        self.max_rows = max_rows
+        self.version = 0
+        self._pending: list[_Request] = []
+        self._wave: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf-engine")
+        self._closing = False
+        self._usage = EngineUsage()
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        """Sample one continuation of `prompt_ids`.
+
+        Raises:
+            EngineError: the model failed on the wave this request was part of.
+        """
+        loop = asyncio.get_running_loop()
+        request = _Request(tuple(prompt_ids), params, loop.create_future())
+        self._pending.append(request)
+        if self._wave is None:
+            self._wave = loop.create_task(self._waves())
+        return await request.future
+
+    async def _waves(self) -> None:
+        """Run waves until nothing is pending. The first sleep lets every request of the same tick arrive."""
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.sleep(0)
+            while self._pending:
+                wave, self._pending = self._pending, []
+                for batch in self._batches(wave):
+                    await self._run(loop, batch)
+        finally:
+            self._wave = None
+
+    async def _run(self, loop: asyncio.AbstractEventLoop, batch: list[_Request]) -> None:
+        batch = [request for request in batch if not request.future.cancelled()]
+        if not batch:
+            return
+        try:
+            completions = await loop.run_in_executor(self._thread, self._decode, batch)
+        except Exception as error:  # noqa: BLE001 - whatever the model raises belongs to every request of the wave
+            failure = EngineError(f"generation failed on {len(batch)} prompts: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            for request in batch:
+                if not request.future.done():
+                    request.future.set_exception(failure)
+            return
+        for request, completion in zip(batch, completions, strict=True):
+            if not request.future.done():
+                request.future.set_result(completion)
+
+    def _batches(self, wave: list[_Request]) -> list[list[_Request]]:
+        """Rows that stop on the same tokens decode together, at most `max_rows` at once."""
+        by_stop: dict[tuple[int, ...], list[_Request]] = {}
+        for request in wave:
+            by_stop.setdefault(request.params.stop_token_ids, []).append(request)
+        out = []
+        for rows in by_stop.values():
+            size = self.max_rows or len(rows)
+            out += [rows[at : at + size] for at in range(0, len(rows), size)]
+        return out
+
+    def _decode(self, batch: list[_Request]) -> list[Completion]:
+        """Decode one batch in the engine thread."""
+        import torch
+        from transformers import GenerationConfig
+        from transformers.generation.logits_process import LogitsProcessorList
+        from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+        sampler = _Sampler([r.params for r in batch], self.model.device)
+        width = max(len(r.prompt) for r in batch)
+        pads = [width - len(r.prompt) for r in batch]
+        ids = torch.tensor([[self.pad_token_id] * pad + list(r.prompt) for pad, r in zip(pads, batch, strict=True)])
+        mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
+        # `generate` fills what a config leaves unset (penalties, top-k) from the model's own: give it nothing to find.
+        own = self.model.generation_config
+        stop = list(batch[0].params.stop_token_ids)
+        config = GenerationConfig(
+            max_new_tokens=sampler.steps,
+            do_sample=False,
+            use_cache=True,
+            eos_token_id=stop or None,
+            pad_token_id=self.pad_token_id,
+        )
+        self.model.eval()
+        self.model.generation_config = config
+        try:
+            with torch.no_grad():
+                self.model.generate(
+                    input_ids=ids.to(self.model.device),
+                    attention_mask=mask.to(self.model.device),
+                    generation_config=config,
+                    logits_processor=LogitsProcessorList([sampler]),
+                    stopping_criteria=StoppingCriteriaList([self._stop_when_closing]),
+                )
+        finally:
+            self.model.generation_config = own
+        completions = sampler.completions(self.version)
+        self._record(batch, completions, sampler.times)
+        return completions
+
+    def _stop_when_closing(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """A wave nobody waits for any more ends at its next token, so that a signal does not wait minutes for it."""
+        import torch
+
+        return torch.full((input_ids.shape[0],), self._closing, device=input_ids.device)
+
+    def _record(self, batch: list[_Request], completions: list[Completion], times: list[float]) -> None:
+        lengths = [len(c.token_ids) for c in completions]
+        running = [(at, sum(n > step for n in lengths)) for step, at in enumerate(times)]
+        self._usage = EngineUsage(
+            timeline=(*self._usage.timeline, *running, (time.monotonic(), 0)),
+            prefill_tokens=self._usage.prefill_tokens + sum(len(r.prompt) for r in batch),
+            generated_tokens=self._usage.generated_tokens + sum(lengths),
+        )
+
+    def load(self, weights: Weights) -> None:
+        """The tensors are already the model's own; only their version is new."""
+        self.version = weights.version
+
+    def sleep(self) -> None:
+        """Nothing to give back: the key-value cache of a wave ends with the wave."""
+
+    def wake(self) -> None:
+        """Nothing to take back."""
+
+    def usage(self) -> EngineUsage:
+        used, self._usage = self._usage, EngineUsage()
+        return used
+
+    def close(self) -> None:
+        self._closing = True
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+class _Sampler:
+    """A logits processor that draws each row's token itself and leaves `generate` only the argmax to take."""
+
+    def __init__(self, params: list[SamplingParams], device: torch.device) -> None:
+        import torch
+
+        self.params = params
+        self.steps = max(p.max_new_tokens for p in params)
+        temperature = torch.tensor([p.temperature for p in params], device=device)
+        self.greedy = (temperature == 0).unsqueeze(1)
+        self.any_greedy = any(p.temperature == 0 for p in params)
+        self.all_greedy = all(p.temperature == 0 for p in params)
+        self.inverse = torch.where(temperature == 0, 1.0, 1.0 / temperature).unsqueeze(1)
+        self.uniform = torch.stack([self._draws(p.seed) for p in params]).to(device)
+        self.tokens: list[torch.Tensor] = []
+        self.logprobs: list[torch.Tensor] = []
+        self.times: list[float] = []
+
+    def _draws(self, seed: int) -> torch.Tensor:
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        return torch.rand(self.steps, generator=generator, dtype=torch.float64)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        self.times.append(time.monotonic())
+        logprobs = torch.log_softmax(scores.float() * self.inverse, dim=-1)
+        if self.all_greedy:
+            token = scores.argmax(-1, keepdim=True)
+        else:
+            cdf = logprobs.double().exp().cumsum(-1)
+            # Scaling by the last entry keeps a draw near 1 inside the vocabulary whatever the sum rounded to.
+            draw = self.uniform[:, len(self.tokens)].unsqueeze(1) * cdf[:, -1:]
+            token = torch.searchsorted(cdf, draw, right=True).clamp_(max=scores.shape[-1] - 1)
+            if self.any_greedy:
+                token = torch.where(self.greedy, scores.argmax(-1, keepdim=True), token)
+        self.tokens.append(token)
+        self.logprobs.append(logprobs.gather(1, token))
+        return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
+
+    def completions(self, version: int) -> list[Completion]:
+        """Cut each row at its first stop token or its own budget; the only copy off the device."""
+        import torch
+
+        tokens = torch.cat(self.tokens, dim=1).tolist()
+        logprobs = torch.cat(self.logprobs, dim=1).tolist()
+        return [self._cut(*row, version) for row in zip(self.params, tokens, logprobs, strict=True)]
+
+    @staticmethod
+    def _cut(params: SamplingParams, tokens: list[int], logprobs: list[float], version: int) -> Completion:
+        budget = min(params.max_new_tokens, len(tokens))
+        stop = set(params.stop_token_ids)
+        ended = next((at for at in range(budget) if tokens[at] in stop), None)
+        length = budget if ended is None else ended + 1
+        return Completion(
+            token_ids=tuple(tokens[:length]),
+            logprobs=tuple(logprobs[:length]),
+            versions=(version,) * length,
+            finish=Finish.LENGTH if ended is None else Finish.STOP,
+        )
+
+
+__all__ = ["HFEngine"]

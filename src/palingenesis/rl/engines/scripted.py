@@ -1,0 +1,74 @@
+"""An engine that answers from a function: the double that tests of the rollout half use in a model's place.
+
+It keeps the same promises as a real engine (one log-prob and one version a token, the finish reason, usage), so the
+contract suite runs over it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from palingenesis.rl.types import Completion, EngineUsage, Finish, SamplingParams, Weights
+
+Script = Callable[[tuple[int, ...], SamplingParams], Sequence[int]]
+
+
+class ScriptedEngine:
+    """Answers each prompt with the token ids `script(prompt_ids, params)` returns, after `delay` seconds.
+
+    The answer ends at the first stop token or at `max_new_tokens`. Every log-prob is `logprob`.
+    """
+
+    def __init__(self, script: Script, delay: float = 0.0, logprob: float = -1.0) -> None:
+        self.script = script
+        self.delay = delay
+        self.logprob = logprob
+        self.version = 0
+        self.asleep = False
+        self._running = 0
+        self._timeline: list[tuple[float, int]] = []
+        self._prefill = self._generated = 0
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        self._count(1)
+        try:
+            await asyncio.sleep(self.delay)
+            ids = list(self.script(tuple(prompt_ids), params))
+        finally:
+            self._count(-1)
+        stops = [at for at, token in enumerate(ids[: params.max_new_tokens]) if token in params.stop_token_ids]
+        ids = ids[: stops[0] + 1] if stops else ids[: params.max_new_tokens]
+        self._prefill += len(prompt_ids)
+        self._generated += len(ids)
+        return Completion(
+            token_ids=tuple(ids),
+            logprobs=(self.logprob,) * len(ids),
+            versions=(self.version,) * len(ids),
+            finish=Finish.STOP if stops else Finish.LENGTH,
+        )
+
+    def _count(self, change: int) -> None:
+        self._running += change
+        self._timeline.append((time.monotonic(), self._running))
+
+    def load(self, weights: Weights) -> None:
+        self.version = weights.version
+
+    def sleep(self) -> None:
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
+
+    def usage(self) -> EngineUsage:
+        used = EngineUsage(tuple(self._timeline), self._prefill, 0, self._generated)
+        self._timeline, self._prefill, self._generated = [], 0, 0
+        return used
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+__all__ = ["ScriptedEngine"]

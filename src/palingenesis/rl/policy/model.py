@@ -1,0 +1,140 @@
+"""Load the policy and take it apart into a backbone and a head.
+
+    checkpoint ──> model (compute dtype) ──> hidden states ──> kernels.head (log-probs a slice at a time)
+
+The policy step never asks the model for logits: it runs the backbone and gives the head's weight to the sliced kernel.
+`check_head` proves on a few tokens that this equals the model's own logits, so a model whose head does more than one
+matrix product (a soft cap, a scale) is refused at start instead of being trained on wrong numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from palingenesis.rl.errors import ConfigError, ModelError
+from palingenesis.rl.plugins import nearest
+
+BUILTIN = Path(__file__).parent / "builtin"
+
+
+def policy_path(name: str) -> str:
+    """Where the checkpoint is: `builtin:<name>` is a folder of this package, anything else is transformers' business."""
+    if not name.startswith("builtin:"):
+        return name
+    wanted = name.removeprefix("builtin:")
+    known = sorted(p.name for p in BUILTIN.iterdir() if p.is_dir())
+    if wanted not in known:
+        raise ConfigError(f"model.policy: no packaged policy {name!r}{nearest(wanted, known)}; there is {known}.")
+    return str(BUILTIN / wanted)
+
+
+@dataclass
+class Policy:
+    """The model that is trained.
+
+    Attributes:
+        model: the transformers causal model, on its device.
+        export_dtype: what `final/` is written in: the source checkpoint's own dtype.
+    """
+
+    model: Any
+    export_dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        device = self.model.device
+        assert isinstance(device, torch.device)
+        return device
+
+    @property
+    def head(self) -> Any:
+        """The linear layer that makes logits of hidden states."""
+        return self.model.get_output_embeddings()
+
+    @property
+    def head_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The head's weight [vocabulary, hidden] and its bias, if it has one."""
+        return self.head.weight, getattr(self.head, "bias", None)
+
+    def hidden_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Last hidden states, [rows, tokens, hidden], of right-padded rows."""
+        out = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        hidden = out.last_hidden_state
+        assert isinstance(hidden, torch.Tensor)
+        return hidden
+
+
+def load_policy(
+    name: str, *, device: torch.device, dtype: torch.dtype, attention: str = "auto", gradient_checkpointing: bool = False
+) -> tuple[Policy, dict[str, torch.Tensor]]:
+    """Load a checkpoint in float32, keep those values as masters, and give the model its compute dtype.
+
+    Returns:
+        The policy and its float32 parameters by name. Where `dtype` is float32 they are the model's own tensors.
+
+    Raises:
+        ModelError: the checkpoint cannot be read, or its head is not one matrix product.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = policy_path(name)
+    options = {} if attention == "auto" else {"attn_implementation": attention}
+    try:
+        source = AutoConfig.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+    except (OSError, ValueError, ImportError, KeyError, json.JSONDecodeError) as error:
+        first = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise ModelError(f"model.policy: cannot load {name!r}: {first}") from error
+    silence_dropout(model)
+    policy = Policy(model.to(device), export_dtype=source_dtype(source))
+    masters = {key: value.detach() for key, value in model.named_parameters()}
+    if dtype != torch.float32:
+        model.to(dtype)  # rebinds every parameter's data; `masters` keeps the float32 values
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    check_head(policy)
+    return policy, masters
+
+
+def source_dtype(config: Any) -> torch.dtype:
+    """The dtype a checkpoint was saved in; float32 where it does not say."""
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def silence_dropout(model: torch.nn.Module) -> None:
+    """The sampler and the trainer must compute the same function, so dropout is off in both."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def check_head(policy: Policy) -> None:
+    """The model's own logits must be one matrix product of its last hidden states.
+
+    Raises:
+        ModelError: they are not; the policy's log-probs would be wrong.
+    """
+    head = policy.head
+    if head is None or not hasattr(head, "weight"):
+        raise ModelError(f"model.policy: {type(policy.model).__name__} has no linear output head to take log-probs from.")
+    size = int(head.weight.shape[0])
+    ids = (torch.arange(1, 9, device=policy.device) % size).unsqueeze(0)
+    mask = torch.ones_like(ids)
+    policy.model.eval()
+    with torch.no_grad():
+        own = policy.model(input_ids=ids, attention_mask=mask).logits.float()
+        ours = head(policy.hidden_states(ids, mask)).float()
+    if not torch.allclose(own, ours, rtol=1e-2, atol=1e-2):
+        raise ModelError(
+            f"model.policy: the logits of {type(policy.model).__name__} are more than one matrix product of its hidden "
+            f"states (largest difference {float((own - ours).abs().max()):.3g}; a soft cap or a logit scale?). "
+            "Training would use wrong log-probs, so this architecture is not supported."
+        )

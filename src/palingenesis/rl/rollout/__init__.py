@@ -1,0 +1,1 @@
+"""The rollout half: prompts in, scored groups out. Asyncio, no torch."""

@@ -1,0 +1,482 @@
+"""Train a policy: the one module that knows both halves.
+
+    config ── build ──> Run ─┬─ rollout half (its own thread): Collector ──> ScoredBatch ──┐
+                             └─ policy half (this thread):   PolicyStep <──────────────────┘ ──> Weights ──> engine
+
+Invariants:
+- A step is whole or it did not happen: signals are noticed while rollouts run and between steps, never inside a policy
+  step, and what is saved then is the state after the last whole step.
+- The collector's state, the weights and the optimizer in a checkpoint are of the same step.
+- Whatever ends the run, what it has learned is saved first.
+
+    RLTrainer(RLConfig.from_yaml("configs/rl_math.yaml"), rewards=[correct]).train()
+    torchrun -m palingenesis.rl.trainer --config configs/rl_math.yaml
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from palingenesis.rl.config import RLConfig, check, unused_on_hf
+from palingenesis.rl.data import RowSet, Sampler
+from palingenesis.rl.data import build as build_rows
+from palingenesis.rl.errors import ConfigError, StopRun
+from palingenesis.rl.observe.clock import Clock
+from palingenesis.rl.observe.log import Log
+from palingenesis.rl.observe.metrics import batch_metrics, eval_metrics
+from palingenesis.rl.observe.records import RunFiles, set_aside_old_run, write_rollouts
+from palingenesis.rl.rewards import RewardSet
+from palingenesis.rl.rollout.budget import Budget
+from palingenesis.rl.rollout.collect import Collector
+from palingenesis.rl.rollout.episode import Episodes
+from palingenesis.rl.rollout.producer import Producer
+from palingenesis.rl.rollout.score import Scorer
+from palingenesis.rl.types import Row, ScoredBatch
+
+Reward = Callable[..., Any]
+
+
+class RLTrainer:
+    """Trains the policy of a config.
+
+    Args:
+        config: checked again here, so a config built in Python meets the same rules as a file.
+        rewards: further reward functions, each under its own name with weight 1.
+    """
+
+    def __init__(self, config: RLConfig, rewards: Sequence[Reward] = ()) -> None:
+        check(config)
+        self.config = config
+        self.rewards = tuple(rewards)
+
+    def train(self) -> Path | None:
+        """Run to `train.steps` and return the folder of the final policy (None with `save_final: false`).
+
+        Raises:
+            PalingenesisError: with one message for the user; what was learned is saved first.
+            StopRun: a signal stopped the run after saving.
+        """
+        with build(self.config, self.rewards) as run, run.saved_on_the_way_out(), Interrupts() as interrupts:
+            if run.done == 0:
+                run.evaluate(0, interrupts.check)
+            for step in range(run.done + 1, self.config.train.steps + 1):
+                if run.collector.exhausted:
+                    run.log.say("  every prompt is retired (data.retire_above): the policy has learnt this data set.")
+                    break
+                with run.clock("rollout"):
+                    batch = run.producer.run(run.collector.collect(step), interrupts.check)
+                with run.clock("train"):
+                    result = run.policy_step.run(batch)
+                with run.clock("weights"):
+                    run.publish(step)
+                with run.clock("log"):
+                    run.dump(batch, result)
+                if run.is_due(self.config.train.eval_every, step):
+                    run.evaluate(step, interrupts.check)
+                if run.is_due(self.config.train.save_steps, step):
+                    run.save()
+                run.report(batch, result)
+                interrupts.check()
+            run.evaluate(run.done, interrupts.check)
+            return run.finish()
+
+
+@dataclass
+class Run:
+    """Everything a run is made of, and how far it is.
+
+    Attributes:
+        done: whole steps behind us.
+        boundary: the collector's state after step `done`.
+    """
+
+    config: RLConfig
+    rows: RowSet
+    tokenizer: Any
+    policy: Any
+    masters: Any
+    policy_step: Any
+    engine: Any
+    rewards: RewardSet
+    collector: Collector
+    producer: Producer
+    files: RunFiles
+    log: Log
+    done: int
+    clock: Clock = field(default_factory=Clock)
+    boundary: Mapping[str, Any] = field(default_factory=dict)
+    evaluated: int = -1
+    saved: int = -1
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.train.output_dir)
+
+    def __enter__(self) -> Run:
+        self.boundary = self.collector.state_dict()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+        self.producer.close()
+        self.rewards.close()
+        self.log.close()
+        self.files.close()
+
+    def is_due(self, every: int, step: int) -> bool:
+        return every > 0 and step % every == 0
+
+    def publish(self, step: int) -> None:
+        """Hand the weights of step `step` to the engine; from here on the step is whole."""
+        from palingenesis.rl.policy.weights import PolicyWeights
+
+        self.engine.load(PolicyWeights(step, self.policy.model))
+        self.boundary = self.collector.state_dict()
+        self.done = step
+
+    def dump(self, batch: ScoredBatch, result: Any) -> None:
+        if self.is_due(self.config.logging.dump_trajectories, batch.step):
+            write_rollouts(self.folder, batch, result.advantages, result.mask_reasons)
+        if not result.stepped:
+            self.log.say(
+                f"  step {batch.step}: no group had two different rewards, so there was nothing to learn and no "
+                "optimizer step. If this goes on, the task is too hard or too easy for this policy."
+            )
+
+    def report(self, batch: ScoredBatch, result: Any) -> None:
+        """Close the step's clock and tell the sinks."""
+        from palingenesis.rl.policy.flops import flops_per_token, peak_flops
+
+        values = {**batch_metrics(batch), **result.metrics, **self.clock.lap()}
+        values["tokens/s"] = values.get("tokens/generated", 0.0) / max(values["time/rollout"], 1e-9)
+        if peak := peak_flops(self.policy.device):
+            trained = sum(r.trajectory.total_tokens for g in batch.groups for r in g.rollouts if r.score.scored)
+            values["mfu"] = flops_per_token(self.policy.model) * trained / (values["time/train"] * peak)
+        for sink in (self.files, self.log):
+            sink.metrics(batch.step, values)
+
+    def evaluate(self, step: int, interrupted: Callable[[], None]) -> None:
+        """Score the held-out rows with the current weights, once a step."""
+        rows = eval_rows(self.config, self.rows)
+        if not rows or self.evaluated == step:
+            return
+        with self.clock("eval"):
+            work = self.collector.evaluate(rows, temperature=self.config.train.eval_temperature)
+            rollouts = [rollout for group in self.producer.run(work, interrupted) for rollout in group]
+        self.evaluated = step
+        for sink in (self.files, self.log):
+            sink.record("eval", step, eval_metrics(rollouts))
+
+    def save(self) -> Path | None:
+        """Write a resumable checkpoint of the last whole step; None before the first."""
+        from palingenesis.rl.policy import checkpoint
+
+        if self.done == 0:
+            return None
+        folder = self.folder / "checkpoints" / f"step_{self.done}"
+        if self.saved != self.done:
+            with self.clock("save"):
+                folder = checkpoint.save(
+                    self.folder,
+                    self.done,
+                    policy=self.policy,
+                    masters=self.masters,
+                    tokenizer=self.tokenizer,
+                    optimizer=self.policy_step.state_dict(),
+                    collector=self.boundary,
+                    keep=self.config.train.keep_checkpoints,
+                )
+            self.saved = self.done
+        return folder
+
+    @contextmanager
+    def saved_on_the_way_out(self) -> Iterator[None]:
+        """Save before an error or a signal leaves the run, and say where."""
+        try:
+            yield
+        except BaseException as error:
+            self.log.close()
+            folder = self.save()
+            where = f"saved {folder}; continue with --train.resume_from auto" if folder else "no step was done yet"
+            self.log.say(f"  stopped after step {self.done}: {where}")
+            if not isinstance(error, Exception | StopRun):  # a second Ctrl-C
+                raise StopRun(f"interrupted after step {self.done}") from error
+            raise
+
+    def finish(self) -> Path | None:
+        """Export the policy and say how to load it."""
+        from palingenesis.rl.policy.checkpoint import export
+
+        self.log.close()
+        if not self.config.train.save_final:
+            self.log.say(f"done: {self.done} steps. save_final is off, so no policy was written.")
+            return None
+        folder = export(self.folder / "final", self.policy, self.masters, self.tokenizer, self.policy.export_dtype)
+        self.log.say(f'done: the policy is in {folder}. Load it with AutoModelForCausalLM.from_pretrained("{folder}").')
+        return folder
+
+
+def build(config: RLConfig, functions: Sequence[Reward] = ()) -> Run:
+    """Load everything a run needs, cheapest first, so that a mistake is told before a model is loaded.
+
+    Raises:
+        PalingenesisError: what is wrong and how to mend it.
+    """
+    rewards = RewardSet.from_config(config.rewards, functions)
+    try:
+        if not rewards.names:
+            raise ConfigError("rewards: there is none; add one to the config, such as `rewards: {correct: {fn: math}}`.")
+        return _build(config, rewards)
+    except BaseException:
+        rewards.close()
+        raise
+
+
+def _build(config: RLConfig, rewards: RewardSet) -> Run:
+    from palingenesis.rl.policy import checkpoint
+    from palingenesis.rl.policy.masters import Masters
+    from palingenesis.rl.policy.step import PolicyStep
+
+    folder = Path(config.train.output_dir)
+    resumed = checkpoint.find(config.train.resume_from, folder)
+    parts = load_parts(config, rewards, resumed.policy if resumed else config.model.policy)
+    masters = Masters(parts.policy.model, parts.master_values)
+    policy_step = PolicyStep(
+        parts.policy,
+        masters,
+        config.loss,
+        config.train,
+        temperature=config.rollout.temperature,
+        max_completion_tokens=parts.budget.completion,
+    )
+    producer = Producer()
+    old = None
+    if resumed:
+        restore(resumed, parts, policy_step)
+    else:
+        old = set_aside_old_run(folder)
+    done = resumed.step if resumed else 0
+    log = Log(config.train.steps, done, config.logging.log_every)
+    files = RunFiles(folder, resumed_at=done)
+    files.write_config(config.dump(header=versions()))
+    log.start(facts(config, parts))
+    for line in notes(config, parts, old, resumed.folder if resumed else None):
+        log.say(line)
+    return Run(
+        config=config,
+        rows=parts.rows,
+        tokenizer=parts.tokenizer,
+        policy=parts.policy,
+        masters=masters,
+        policy_step=policy_step,
+        engine=parts.engine,
+        rewards=rewards,
+        collector=parts.collector,
+        producer=producer,
+        files=files,
+        log=log,
+        done=done,
+    )
+
+
+@dataclass
+class Parts:
+    """What generating and scoring needs: everything but the optimizer and the files."""
+
+    rows: RowSet
+    tokenizer: Any
+    policy: Any
+    master_values: Mapping[str, Any]
+    engine: Any
+    budget: Budget
+    collector: Collector
+
+
+def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
+    """Data, template, model, engine and collector.
+
+    Args:
+        source: the checkpoint to load: the config's policy, or the one a run resumes from.
+    """
+    from palingenesis.rl.chat.template import ChatTemplate, load_tokenizer, stop_token_ids
+    from palingenesis.rl.policy.model import policy_path
+
+    path = policy_path(source)
+    tokenizer = load_tokenizer(path)
+    template = ChatTemplate(tokenizer, config.model.chat_template_kwargs)
+    budget = Budget(
+        config.rollout.max_new_tokens, config.rollout.max_completion_tokens, config.rollout.max_model_len
+    )
+    rows = load_rows(config, rewards, template)
+
+    import torch
+
+    from palingenesis.rl.engines.hf import HFEngine
+    from palingenesis.rl.policy.model import load_policy
+
+    torch.manual_seed(config.train.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    policy, master_values = load_policy(
+        path,
+        device=device,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        attention=config.model.attention,
+        gradient_checkpointing=config.resolved_gradient_checkpointing == "full",
+    )
+    stop = stop_token_ids(tokenizer, policy.model.generation_config.eos_token_id, config.model.stop_tokens)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop[0]
+    engine = HFEngine(policy.model, pad_token_id=pad, max_rows=config.rollout.max_num_seqs)
+    episodes = Episodes(engine, template, stop, budget)
+    scorer = Scorer(rewards, budget.completion, config.loss.overlong_buffer, config.loss.overlong_penalty)
+    collector = Collector(
+        episodes,
+        scorer,
+        Sampler(rows.train, seed=config.data.seed, retire_above=config.data.retire_above),
+        batch_prompts=config.rollout.batch_prompts,
+        group_size=config.rollout.group_size,
+        max_refill=config.rollout.max_refill,
+        max_skipped=config.train.max_skipped,
+        temperature=config.rollout.temperature,
+        seed=config.train.seed,
+    )
+    return Parts(rows, tokenizer, policy, master_values, engine, budget, collector)
+
+
+def load_rows(config: RLConfig, rewards: RewardSet, template: Any) -> RowSet:
+    """Training and held-out rows that fit the context and that the rewards can score.
+
+    Raises:
+        DataError: rows that cannot be used, too many unreadable references, or nothing left to train on.
+    """
+
+    def count_tokens(row: Row) -> int:
+        return len(template.render(row.messages, row.tools, source=row.source).ids)
+
+    fits = config.rollout.max_model_len - 1
+    longest = min(config.data.max_prompt_tokens or fits, fits)
+    rows = build_rows(config.data, count_tokens=count_tokens, max_prompt_tokens=longest)
+    rewards.check(rows.rows)
+    _, unreadable = rewards.readable(rows.rows)
+    why = {id(one.row): f"reference that reward {one.reward!r} cannot read" for one in unreadable}
+    return rows.without(lambda row: why.get(id(row)))
+
+
+def eval_rows(config: RLConfig, rows: RowSet) -> Sequence[Row]:
+    """The held-out rows of every evaluation: all, or the same `train.eval_samples` of them each time."""
+    count = config.train.eval_samples
+    if not count or count >= len(rows.held_out):
+        return rows.held_out
+    return random.Random(0).sample(list(rows.held_out), count)
+
+
+def restore(resumed: Any, parts: Parts, policy_step: Any) -> None:
+    """Continue from a checkpoint whose weights are already loaded."""
+    import torch
+
+    from palingenesis.rl.policy.weights import PolicyWeights
+
+    state = resumed.state()
+    parts.policy.export_dtype = getattr(torch, state["export_dtype"])
+    policy_step.load_state_dict(resumed.optimizer())
+    parts.collector.load_state_dict(state["collector"])
+    parts.engine.load(PolicyWeights(resumed.step, parts.policy.model))
+    resumed.restore_rng()
+
+
+def facts(config: RLConfig, parts: Parts) -> dict[str, str]:
+    """What the header of a run shows."""
+    from palingenesis.rl.policy.flops import peak_flops
+
+    model, rollout = parts.policy.model, config.rollout
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    peak = peak_flops(parts.policy.device)
+    assumed = f", MFU against {peak / 1e12:.0f} TFLOP/s" if peak else ""
+    return {
+        "policy": f"{config.model.policy} ({size:,.1f} M parameters, {model.dtype}, {parts.policy.device}{assumed})",
+        "rows": f"{len(parts.rows.train):,} to train on, {len(parts.rows.held_out):,} held out",
+        "step": f"{rollout.batch_prompts} prompts x {rollout.group_size} rollouts, at most {parts.budget.completion} tokens",
+        "loss": f"{config.loss.type}, learning rate {config.train.learning_rate:g}, {config.train.steps} steps",
+        "output": config.train.output_dir,
+    }
+
+
+def notes(config: RLConfig, parts: Parts, old: Path | None, resumed: Path | None) -> list[str]:
+    """What the user should know before the first step."""
+    lines = [f"  note: {text}" for text in (*map(str, parts.rows.dropped), *parts.rows.notices)]
+    if unused := unused_on_hf(config):
+        lines.append(f"  note: generation runs in transformers (rollout.backend hf); unused: {', '.join(unused)}")
+    if old:
+        lines.append(f"  note: {config.train.output_dir} held an earlier run; it is now {old}")
+    if resumed:
+        lines.append(f"  resumed from {resumed}")
+    return lines
+
+
+def versions() -> dict[str, str]:
+    """Package versions and the git revision, for the head of a run's config.yaml."""
+    import platform
+    import subprocess
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for name in ("palingenesis", "torch", "transformers", "datasets", "math-verify"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    if git.returncode == 0:
+        found["git"] = git.stdout.strip()
+    return found
+
+
+class Interrupts:
+    """Turns SIGINT, SIGTERM and SIGUSR1 into `StopRun` at the next `check`; a second Ctrl-C is an ordinary one.
+
+    Outside the main thread signals cannot be caught; then `check` never raises.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
+
+    def check(self) -> None:
+        """Raise `StopRun` when a signal came."""
+        if self.received is not None:
+            raise StopRun(f"stopped by {self.received.name}")
+
+
+def main() -> None:
+    """`python -m palingenesis.rl.trainer --config C [--section.option value ...]`, as torchrun starts it."""
+    import sys
+
+    from palingenesis.cli import run
+
+    sys.exit(run(["rl", *sys.argv[1:]]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""The records that cross the seams of the trainer, and the protocols of the seams. Standard library only.
+
+    Row ──draw──> Trajectory (segments of token ids) ──score──> Rollout ──gather──> Group ──batch──> ScoredBatch
+                                                                                                        │
+                           trainer.py hands it to the policy half, which answers with Weights <─────────┘
+
+Everything is frozen: a record is written once by the part that makes it, and no later part can change what the sampler
+saw. Token ids, log-probs and weight versions are tuples of equal length, one entry a token. Log-probs are natural
+logarithms at the sampling temperature. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, runtime_checkable
+
+
+class Finish(StrEnum):
+    """Why a rollout ended."""
+
+    STOP = "stop"  # the policy sampled an end-of-turn token
+    LENGTH = "length"  # max_new_tokens or max_completion_tokens ran out
+    CONTEXT = "context"  # max_model_len ran out
+
+    @property
+    def is_truncated(self) -> bool:
+        """A budget cut the rollout; the policy did not end it."""
+        return self is not Finish.STOP
+
+
+class Outcome(StrEnum):
+    """What became of a rollout's score."""
+
+    SCORED = "scored"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call a turn makes, e.g. `ToolCall("search", {"query": "Etna"})`."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat turn. `content` is text; `reasoning` is what stood inside the think block, if it was split off."""
+
+    role: str
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str = ""
+    reasoning: str = ""
+    tool_call_id: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The message in the form chat templates and reward functions read; empty fields are left out."""
+        out: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            out["tool_calls"] = [
+                {
+                    "type": "function",
+                    **({"id": call.id} if call.id else {}),
+                    "function": {"name": call.name, "arguments": dict(call.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        if self.name:
+            out["name"] = self.name
+        if self.reasoning:
+            out["reasoning_content"] = self.reasoning
+        if self.tool_call_id:
+            out["tool_call_id"] = self.tool_call_id
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One data row, read and checked.
+
+    Attributes:
+        id: the row's own `id`, else 16 hex digits of SHA-256 over its key-sorted JSON.
+        messages: the prompt; never empty, never ends with an assistant turn.
+        columns: every column but the prompt's own; what `**row` receives.
+        prompt_column: `(name, value)` of the prompt's own column: may be asked for by name, is not in `columns`.
+        tools: per-row tool schemas in chat-template form.
+        verifier: names of the only rewards that score this row; empty means all.
+        source: where it stands, for errors: `train.jsonl:12`.
+        reasoning_open: the prompt already opened the think block (only `score` reads this from a row).
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    columns: Mapping[str, Any]
+    prompt_column: tuple[str, Any] = ("", None)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    verifier: tuple[str, ...] = ()
+    source: str = ""
+    reasoning_open: bool = False
+
+    @property
+    def last_user_text(self) -> str:
+        """Text of the last user turn: what a reward receives as `prompt`; empty when there is none."""
+        return next((m.content for m in reversed(self.messages) if m.role == "user"), "")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled. Plain temperature only: top-p and top-k would bias the importance ratios.
+
+    `temperature` 0 is greedy (log-probs are then at temperature 1). `seed` makes the request's draw a function of the
+    seed and the logits alone.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine sampled for one request; the stop token is the last id when `finish` is STOP."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: Finish
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"{len(self.token_ids)} tokens, {len(self.logprobs)} log-probs, {len(self.versions)} versions"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens in a trajectory: given (the prompt, a tool's answer) or sampled (one turn of the policy).
+
+    `logprobs` and `versions` are empty for given segments. `text` is the decoded run, control tokens left out.
+    """
+
+    role: str
+    token_ids: tuple[int, ...]
+    text: str
+    sampled: bool
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    seconds: float = 0.0
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One rollout of the policy: what it saw and what it sampled, never re-tokenized.
+
+    Attributes:
+        segments: in order; the first is the prompt.
+        messages: the whole conversation in chat form, the prompt's turns included.
+        completion: the final answer, reasoning removed.
+        reasoning: the final turn's reasoning.
+        raw: the final turn as sampled, reasoning included.
+        reasoning_open: the rendered prompt had already opened the think block.
+    """
+
+    row: Row
+    segments: tuple[Segment, ...]
+    messages: tuple[Message, ...]
+    completion: str
+    reasoning: str
+    raw: str
+    finish: Finish
+    reasoning_open: bool = False
+
+    @property
+    def completion_ids(self) -> tuple[int, ...]:
+        """Every token after the prompt, tool results included."""
+        return tuple(token for segment in self.segments[1:] for token in segment.token_ids)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.segments if segment.sampled)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What reward functions may ask for about one rollout (or one row of a completions file)."""
+
+    row: Row
+    messages: tuple[Message, ...]
+    completion: str
+    reasoning: str
+    raw: str
+    finish_reason: str = "stop"
+    completion_ids: tuple[int, ...] = ()
+    env: Any = None
+    sandbox: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The outcome of one sample. `reward` is None exactly when `outcome` is SKIPPED.
+
+    `rewards` maps each reward's name to its number, or None where it does not apply. `skip_source` names the reward or
+    environment that could not score it.
+    """
+
+    rewards: Mapping[str, float | None]
+    reward: float | None
+    outcome: Outcome
+    skip_source: str = ""
+    skip_reason: str = ""
+
+    @property
+    def scored(self) -> bool:
+        return self.outcome is Outcome.SCORED
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A trajectory and its score; `index` is its place in the group."""
+
+    trajectory: Trajectory
+    score: Score
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one prompt. `number` counts the groups of a run from 0."""
+
+    row: Row
+    rollouts: tuple[Rollout, ...]
+    number: int
+
+    @property
+    def scored_rewards(self) -> tuple[float, ...]:
+        return tuple(r.score.reward for r in self.rollouts if r.score.reward is not None)
+
+    @property
+    def informative(self) -> bool:
+        """At least two scored rollouts whose rewards differ: the group carries a gradient."""
+        return len(set(self.scored_rewards)) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredBatch:
+    """What one policy step receives.
+
+    Attributes:
+        groups: the informative groups to train on.
+        set_aside: groups that carried no gradient (kept for metrics and dumps, not trained).
+        metrics: measured by the rollout half, by their logged names.
+        timeline: the engine's concurrency, `(seconds since the step began, sequences decoding)`.
+    """
+
+    step: int
+    groups: tuple[Group, ...]
+    set_aside: tuple[Group, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    timeline: tuple[tuple[float, int], ...] = ()
+
+
+class Weights(Protocol):
+    """The policy's parameters for an engine to load."""
+
+    @property
+    def version(self) -> int: ...
+
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        """Checkpoint names and full tensors, one at a time. A collective when the policy is sharded."""
+        ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Generates tokens. `generate` is called from the rollout loop; the other methods from the trainer's thread."""
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        """Sample one continuation. Raises EngineError when generation failed."""
+        ...
+
+    def load(self, weights: Weights) -> None:
+        """Take new weights; tokens sampled from here on carry their version."""
+        ...
+
+    def sleep(self) -> None:
+        """Give memory back while the trainer steps; no request may be running."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def usage(self) -> EngineUsage:
+        """What was done since the last call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUsage:
+    """An engine's work since it was last asked.
+
+    Attributes:
+        timeline: `(time.monotonic(), sequences decoding)` at each change.
+        prefill_tokens: prompt tokens computed.
+        cached_tokens: prompt tokens served from the prefix cache.
+        generated_tokens: tokens sampled.
+    """
+
+    timeline: tuple[tuple[float, int], ...] = ()
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Sink(Protocol):
+    """Receives a run's numbers: the console, the JSONL files, a tracker."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
