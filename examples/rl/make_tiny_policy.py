@@ -4,14 +4,16 @@
     Qwen3 architecture, 1.9 M parameters       head_dim 64 and an even number of KV heads: vLLM loads it unchanged
     supervised addition, completion-only loss  stopped at 0.40 greedy accuracy on the held-out pairs
 
-What it must be: a policy with the format learned and the sums half learned. The answers are a short working, then a box:
+A policy is wanted that has learned the format and half learned the sums. It answers with a short working, then a box:
 
-    47 + 85 = ?    ->    12 13 \\boxed{132}<|im_end|>         units sum, tens sum with the carry, answer
+    47 + 85 = ?    ->    12 12 \\boxed{132}<|im_end|>         sum of the units, sum of the tens, answer
 
-Stopping early instead of training on wrong labels keeps it unsure rather than wrong: the right answer is among the samples
-of nearly every pair, which is what a group's advantages are made of. Training is seeded and in float32; another machine's
-kernels may take a few steps more or fewer to the same accuracy. The weights are stored in bfloat16, and the accuracies
-printed last are those of the stored weights.
+Stopping early, instead of training on wrong labels, leaves it unsure rather than wrong: 16 samples hold a right answer
+to four pairs in five, and groups with right and wrong answers are the ones that have advantages. The tens are summed
+without the carry: with it the last step is a copy, and reinforcement learning took over twice the steps.
+
+One thread and a seed make a run repeatable on one kind of processor; another's kernels may stop a few steps earlier or
+later. The weights are stored in bfloat16, and the accuracies printed last are those of the stored weights.
 """
 
 import argparse
@@ -37,7 +39,7 @@ MAX_NEW_TOKENS = 24
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-# Words that are one token instead of a token a letter: they are in every prompt or answer, and decoding is most of a step.
+# Words that are one token instead of a token a letter: every prompt or answer has them, and short ones sample faster.
 WORDS = ("system", "user", "assistant", "\\boxed")
 
 TEMPLATE = Path(__file__).with_name("tiny_chat_template.jinja")
@@ -94,9 +96,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 def answer(pair: Pair) -> str:
     a, b = pair
-    units = a % 10 + b % 10
-    tens = a // 10 + b // 10 + units // 10
-    return f"{units} {tens} \\boxed{{{a + b}}}"
+    return f"{a % 10 + b % 10} {a // 10 + b // 10} \\boxed{{{a + b}}}"
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, pair: Pair) -> list[int]:
@@ -110,7 +110,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[Pair]) -> tuple[torch
     inputs, labels = [], []
     for pair in pairs:
         prompt = prompt_ids(tokenizer, pair)
-        completion = tokenizer.encode(answer(pair)) + [tokenizer.eos_token_id]
+        completion = [*tokenizer.encode(answer(pair)), tokenizer.eos_token_id]
         inputs.append(torch.tensor(prompt + completion))
         labels.append(torch.tensor([-100] * len(prompt) + completion))
     pad = torch.nn.utils.rnn.pad_sequence
@@ -125,12 +125,14 @@ def sample(
 ) -> list[list[str]]:
     """`count` answers to each pair; temperature 0 is greedy. All prompts have the same length, so nothing is padded."""
     prompts = torch.tensor([prompt_ids(tokenizer, pair) for pair in pairs])
-    how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     output = model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
         max_new_tokens=MAX_NEW_TOKENS,
         num_return_sequences=count,
+        top_k=0,
+        top_p=1.0,
         **how,
     )
     texts = tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)
@@ -149,7 +151,9 @@ def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
 
 def batches(count: int) -> Iterator[torch.Tensor]:
     while True:
-        yield from torch.randperm(count).split(BATCH)
+        order = torch.randperm(count)
+        for start in range(0, count, BATCH):
+            yield order[start : start + BATCH]
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, split: Split) -> None:
@@ -186,6 +190,7 @@ def describe(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs:
 
 def main(out: Path) -> None:
     started = time.monotonic()
+    torch.set_num_threads(1)
     torch.manual_seed(SEED)
     split = split_pairs()
     tokenizer = build_tokenizer()

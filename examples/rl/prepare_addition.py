@@ -5,8 +5,8 @@
       -> the next 1000      supervised  both orders, for make_tiny_policy.py only: never written to disk
       -> the other 2595     RL          both orders
 
-The split is over unordered pairs, so a held-out sum is met in neither order before it is asked. It depends on nothing but
-the hash: no seed, no platform, no library version. Run this file to write data/addition/{train,heldout}.jsonl again.
+The split is over unordered pairs, so a held-out sum is met in neither order before it is asked. It depends on nothing
+but the hash: no seed, no platform, no library version. Run it to write data/addition/{train,heldout}.jsonl again.
 """
 
 import argparse

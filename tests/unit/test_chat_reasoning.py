@@ -63,7 +63,9 @@ def test_reasoning_and_answer(text: str, opened: bool, reasoning: str, answer: s
     assert split_reasoning(text, opened) == (reasoning, answer)
 
 
-@given(st.lists(st.sampled_from(["<think>", "</think>", "a", "42", " ", HERMES]), max_size=8).map("".join), st.booleans())
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "a", "42", " ", HERMES]), max_size=8).map("".join), st.booleans()
+)
 def test_no_mark_of_the_policy_reaches_the_answer(text: str, opened: bool) -> None:
     reasoning, answer = split_reasoning(text, opened)
     for part in (reasoning, answer):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_zoo import NAMES, tokenizer
 
 from palingenesis.rl.chat import ChatTemplate, load_tokenizer, stop_token_ids
 from palingenesis.rl.errors import ConfigError, ModelError
 from palingenesis.rl.types import Message, ToolCall
+from tests.unit.tokenizer_zoo import NAMES, tokenizer
 
 TINY = Path(__file__).parents[2] / "src" / "palingenesis" / "rl" / "policy" / "builtin" / "tiny"
 TOOL = {
@@ -20,10 +20,19 @@ TOOL = {
     "function": {
         "name": "f",
         "description": "d",
-        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "x"}},
+            "required": ["x"],
+        },
     },
 }
-CHAT = [Message("system", "be brief"), Message("user", "1 + 1 < 3?"), Message("assistant", "yes"), Message("user", "é?")]
+CHAT = [
+    Message("system", "be brief"),
+    Message("user", "1 + 1 < 3?"),
+    Message("assistant", "yes"),
+    Message("user", "é?"),
+]
 AGENT = [
     Message("user", "call f"),
     Message("assistant", "", (ToolCall("f", {"x": "1"}),)),
@@ -36,10 +45,9 @@ def templates() -> list[Any]:
     return sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
 
 
-def reference(tok: Any, chat: list[Message], tools: list[Any], **kwargs: Any) -> Any:
-    return tok.apply_chat_template(
-        [message.to_dict() for message in chat], tools=tools or None, add_generation_prompt=True, return_dict=False, **kwargs
-    )
+def reference(tok: Any, chat: list[Any], tools: list[Any], **kwargs: Any) -> Any:
+    turns = [message.to_dict() if isinstance(message, Message) else message for message in chat]
+    return tok.apply_chat_template(turns, tools=tools or None, add_generation_prompt=True, return_dict=False, **kwargs)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -62,12 +70,12 @@ def test_the_templates_of_many_models_render_as_transformers_does(conversation: 
         tools = [TOOL] if conversation is AGENT else []
         try:
             try:
-                expected = reference(tok, conversation, tools)
-            except Exception as error:  # noqa: BLE001 - whatever a template raises must become a ModelError
+                given = [ChatTemplate(tok)._in_form(message.to_dict()) for message in conversation]
+                expected = reference(tok, given, tools)
+            except Exception:  # noqa: BLE001 - whatever a template raises must become a ModelError
                 with pytest.raises(ModelError, match="refuses this conversation"):
                     ChatTemplate(tok).render(conversation, tools)
                 refused += 1
-                assert str(error) is not None
                 continue
             assert list(ChatTemplate(tok).render(conversation, tools).ids) == expected, path.name
             rendered += 1
@@ -100,7 +108,12 @@ def test_no_template_lets_a_user_write_a_control_token(hostile: str) -> None:
 
 
 OPENED = {"qwen3.jinja": False, "qwen3_5_think.jinja": True, "qwen3_5_nothink.jinja": False, "qwen3_8.jinja": True}
-OPENED |= {"deepseek_r1_distill.jinja": True, "nemotron_3_nano.jinja": True, "glm4moe.jinja": False, "qwen2_5.jinja": False}
+OPENED |= {
+    "deepseek_r1_distill.jinja": True,
+    "nemotron_3_nano.jinja": True,
+    "glm4moe.jinja": False,
+    "qwen2_5.jinja": False,
+}
 OPENED |= {"lfm2_2_5.jinja": False, "gptoss.jinja": False}
 
 
@@ -114,7 +127,9 @@ def test_whether_the_template_opens_the_think_block(name: str, opened: bool) -> 
     try:
         hostile = [Message("user", "say <think>")]
         assert ChatTemplate(tok).render(hostile).reasoning_open is opened
-        assert not ChatTemplate(tok, {"enable_thinking": False}).render(hostile).reasoning_open or name.startswith("deep")
+        assert not ChatTemplate(tok, {"enable_thinking": False}).render(hostile).reasoning_open or name.startswith(
+            "deep"
+        )
     finally:
         tok.chat_template = old
 
@@ -126,6 +141,16 @@ def test_the_packaged_policy_renders() -> None:
     prompt = ChatTemplate(tok).render(AGENT, [TOOL])
     assert list(prompt.ids) == reference(tok, AGENT, [TOOL])
     assert tok.decode(prompt.ids) == prompt.text
+
+
+def test_a_template_that_reads_parts_only_does_not_lose_the_prompt() -> None:
+    tok = tokenizer("byte-level")
+    old = tok.chat_template
+    try:
+        tok.chat_template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %};{% endfor %}"
+        assert ChatTemplate(tok).render([Message("user", "1+1"), Message("user", "")]).text == "1+1;;"
+    finally:
+        tok.chat_template = old
 
 
 def test_a_refusal_names_the_row_and_the_turns() -> None:

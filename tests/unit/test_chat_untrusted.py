@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_zoo import LOSSLESS, NAMES, PLAIN, SPECIAL, tokenizer
 
 from palingenesis.rl.chat import ChatTemplate, ControlTokens
 from palingenesis.rl.types import Message, ToolCall
+from tests.unit.tokenizer_zoo import LOSSLESS, NAMES, PLAIN, SPECIAL, tokenizer
 
 CONTROL = SPECIAL + PLAIN
 FRAGMENTS = [*CONTROL, *(s[: len(s) // 2] for s in CONTROL), *(s[len(s) // 2 :] for s in CONTROL)]
 WIDE = ["＜think＞", "＜|IM_END|＞", "<THINK>", "<|Im_End|>", "[inst]", "＜ｔｏｏｌ＿ｃａｌｌ＞"]
 texts = st.lists(
-    st.one_of(st.sampled_from(FRAGMENTS), st.sampled_from(WIDE), st.sampled_from(["\n\n", "\n", " ", "<", "<|", "the cat"])),
+    st.one_of(
+        st.sampled_from(FRAGMENTS), st.sampled_from(WIDE), st.sampled_from(["\n\n", "\n", " ", "<", "<|", "the cat"])
+    ),
     max_size=8,
 ).map("".join)
 
@@ -59,16 +61,12 @@ def test_a_rendered_prompt_holds_the_templates_control_tokens_only(
 
 @pytest.mark.parametrize("name", LOSSLESS)
 @settings(max_examples=60, deadline=None)
-@given(text=texts)
+@given(text=st.lists(st.sampled_from([*FRAGMENTS, "the", "<"]), max_size=8).map("".join))
 def test_decoding_gives_the_text_back(name: str, text: str) -> None:
     tok = tokenizer(name)
     ids = ControlTokens(tok).encode(text)
     decoded = tok.decode(ids, clean_up_tokenization_spaces=False)
-    plain = ControlTokens(tok).encode(text.replace("<", "(").replace("[", "("))
-    stripped = tok.decode(plain, clean_up_tokenization_spaces=False)
-    # A tokenizer may itself lose or add a blank at the start or around "\n\n"; cutting must add nothing to that.
-    assert decoded.replace(" ", "").replace("(", "<") == text.replace(" ", "").replace("(", "<")
-    assert abs(decoded.count(" ") - stripped.count(" ")) <= 1
+    assert decoded.removeprefix(" ") == text  # a tokenizer's own prefix blank is decoded or not
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -124,7 +122,8 @@ def test_arguments_of_calls_stay_objects() -> None:
     tok = tokenizer("byte-level")
     old = tok.chat_template
     try:
-        tok.chat_template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
+        calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}"
+        tok.chat_template = "{% for m in messages %}" + calls + "{% endfor %}"
         call = Message("assistant", "", (ToolCall("f", {"x": "<|im_end|>"}),))
         prompt = ChatTemplate(tok).render([call, Message("tool", "r")])
     finally:
@@ -146,7 +145,7 @@ def test_a_special_token_of_one_character_is_left_out() -> None:
 
     tok = tokenizer.__wrapped__("byte-level")  # type: ignore[attr-defined]
     tok.add_special_tokens({"additional_special_tokens": [AddedToken("§", special=True)]})
-    tok.add_tokens([AddedToken("ß", special=False)])
-    ids = ControlTokens(tok).encode("a§b<|im§_end|>ß")
-    assert tok.decode(ids) == "ab<|im_end|>ß"
+    tok.add_tokens([AddedToken("日", special=False)])
+    ids = ControlTokens(tok).encode("a§b<|im§_end|>日")
+    assert tok.decode(ids) == "ab<|im_end|>日"
     assert not control_ids(tok) & set(ids)

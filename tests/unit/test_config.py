@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
@@ -12,15 +13,17 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from palingenesis.rl.config import RewardConfig, RLConfig, TrainConfig, check, unused_on_hf
+from palingenesis.rl.config import BUILTIN_REWARDS, RewardConfig, RLConfig, TrainConfig, check, unused_on_hf
 from palingenesis.rl.config.check import ACTS, CONFLICTS, VLLM_ONLY, refuse_conflicts, refuse_no_effect
 from palingenesis.rl.config.docs import help_text, options_markdown
 from palingenesis.rl.config.load import split_overrides
 from palingenesis.rl.config.schema import SECTIONS
 from palingenesis.rl.errors import ConfigError
+from palingenesis.rl.plugins import resolve
+from palingenesis.rl.rewards import BUILTIN
 
 ROOT = Path(__file__).parents[2]
 BASE: dict[str, Any] = {"model": {"policy": "p"}, "data": {"dataset": "d"}}
@@ -277,7 +280,7 @@ def test_options_remember_where_they_were_set(tmp_path: Path, monkeypatch: pytes
         "data.args": "command line",
         "rollout.group_size": "c.yaml:4",
         "rollout.temperature": "command line",
-        "rewards.a.fn": "c.yaml:7",
+        "rewards.a.fn": "c.yaml:8",
         "rewards.a.weight": "command line",
     }
     assert config.rollout.temperature == 0.9
@@ -299,7 +302,7 @@ def test_a_value_changed_by_code_is_not_blamed_on_the_file(tmp_path: Path) -> No
 
 def test_values_of_a_file_are_read_by_yaml_1_2(tmp_path: Path) -> None:
     text = """
-data: {dataset: d, split: 2024, system_prompt: 1e3, args: {on: off, clock: 1:30, day: 2024-01-01, rate: 1e-6, big: 1_000}}
+data: {dataset: d, split: 2024, system_prompt: 1e3, args: {on: off, clock: 1:30, day: 2024-01-01, rate: 1e-6, n: 1_000}}
 model: {policy: 123, gradient_checkpointing: false, stop_tokens: [</s>, 7, null_]}
 train: {learning_rate: 1e-5, steps: 1e2, guard: off, save_final: no, fsdp: false, resume_from: 010}
 loss: {advantage_std: none}
@@ -309,7 +312,7 @@ loss: {advantage_std: none}
     config = RLConfig.from_yaml(path)
     assert config.data.split == "2024"
     assert config.data.system_prompt == "1e3"
-    assert config.data.args == {"on": "off", "clock": "1:30", "day": "2024-01-01", "rate": 1e-6, "big": 1000}
+    assert config.data.args == {"on": "off", "clock": "1:30", "day": "2024-01-01", "rate": 1e-6, "n": 1000}
     assert config.model.policy == "123"
     assert config.model.gradient_checkpointing == "none"
     assert config.model.stop_tokens == ["</s>", "7", "null_"]
@@ -398,7 +401,9 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
+@example(prompt="\x85 and \u2028", args={"a": "\ufeff", "b": {"on": ["1e3", None, float("inf")]}}, rate=1e-7)
+@example(prompt="${x}", args={"a": "\\${y}", "b": "c\\\\${z} $${w}$"}, rate=0.5)
 @given(
     prompt=st.one_of(printable, awkward),
     args=st.dictionaries(st.sampled_from(["a", "b"]), trees, max_size=2),
@@ -541,6 +546,14 @@ def test_the_page_of_options_is_current() -> None:
     assert (ROOT / "docs/options.md").read_text(encoding="utf-8") == options_markdown(), (
         "run python -m palingenesis.rl.config.docs"
     )
+
+
+def test_the_table_of_built_in_rewards_is_that_of_their_classes() -> None:
+    assert set(BUILTIN_REWARDS) - {"code"} == set(BUILTIN) - {"code"}
+    for name, target in BUILTIN.items():
+        arguments = inspect.signature(resolve(target, {}, "fn")).parameters.values()
+        said = {each.name: ... if each.default is each.empty else each.default for each in arguments}
+        assert dict(BUILTIN_REWARDS[name].args) == said, name
 
 
 @pytest.mark.parametrize("width", [60, 100])

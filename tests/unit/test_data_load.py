@@ -76,7 +76,7 @@ def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
     import pyarrow.parquet
 
     path = tmp_path / "a.parquet"
@@ -108,7 +108,7 @@ def test_a_hub_id_passes_split_and_arguments(monkeypatch: pytest.MonkeyPatch) ->
         return ROWS
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
-    rows = load("openai/gsm8k", "test", args={"name": "main"})
+    rows = load("openai/gsm8k", "test", name="main")
     assert asked == [("openai/gsm8k", {"split": "test", "name": "main"})]
     assert rows[1].source == "openai/gsm8k[1]"
 
@@ -128,7 +128,9 @@ def test_a_hub_that_fails_is_one_line_with_the_cure(monkeypatch: pytest.MonkeyPa
     assert "name a local file" in message
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "/no/such/file", "a/b/c", "~/x", "missing.csv", "x.json"])
+@pytest.mark.parametrize(
+    "name", ["missing.jsonl", "./missing", "/no/such/file", "a/b/c", "~/x", "missing.csv", "x.json"]
+)
 def test_a_missing_file_never_asks_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from palingenesis.rl.config import RLConfig
 from palingenesis.rl.config.schema import DataConfig
 from palingenesis.rl.data import RowSet, build
 from palingenesis.rl.data.formats import convert
 from palingenesis.rl.data.load import RawRow
-from palingenesis.rl.data.show import show, to_json
+from palingenesis.rl.data.show import show, show_data, to_json
 from palingenesis.rl.errors import ConfigError, DataError
 from palingenesis.rl.types import Message, Row, ToolCall
 
@@ -151,7 +152,11 @@ def test_an_eval_file_gives_the_held_out_rows_and_overlap_is_told(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"split": "validation"}, "data.split"), ({"args": {"name": "main"}}, "data.args")],
+    [
+        ({"split": "validation"}, "data.split"),
+        ({"args": {"name": "main"}}, "data.args"),
+        ({"args": {"split": "x"}}, "data.args"),
+    ],
 )
 def test_options_that_do_nothing_for_a_file_are_refused(tmp_path: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -225,8 +230,54 @@ def test_rows_are_shown_as_they_are(tmp_path: Path) -> None:
     with console.capture() as capture:
         console.print(show(rowset, 1, count_tokens=lambda row: 7))
     text = capture.get()
-    for part in ("2 training rows, 0 held out", "[bold]1+1[/bold]", "answer: 2", "scored by: math", "7 tokens", "1 of 2"):
+    for part in (
+        "2 training rows, 0 held out",
+        "[bold]1+1[/bold]",
+        "answer: 2",
+        "scored by: math",
+        "7 tokens",
+        "1 of 2",
+    ):
         assert part in text
+
+
+def run_of(tmp_path: Path, rows: list[dict[str, Any]], **data: Any) -> RLConfig:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RLConfig.from_dict(
+        {
+            "model": {"policy": "anything"},
+            "data": {"dataset": str(path), **data},
+            "rewards": {"correct": {"fn": "math"}},
+            "rollout": {"max_model_len": 10, "max_new_tokens": 4},
+        }
+    )
+
+
+def test_the_data_command_prints_one_object_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"p{n}", "answer": n, "prompt_tokens": 5 * n} for n in range(5)]
+    config = run_of(tmp_path, rows)
+    show_data(config, as_json=True)
+    out = capsys.readouterr()
+    assert [json.loads(line)["columns"]["answer"] for line in out.out.splitlines()] == [0, 1, 2, 3, 4]
+    show_data(config, count=2, as_json=True, count_tokens=lambda row: row.columns["prompt_tokens"])
+    out = capsys.readouterr()
+    assert [json.loads(line)["tokens"] for line in out.out.splitlines()] == [0, 5]
+    assert "3 rows dropped: prompt longer than 9 tokens" in out.err
+
+
+def test_the_data_command_shows_people_a_few_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_data(run_of(tmp_path, [{"prompt": f"p{n}", "answer": n} for n in range(5)], max_prompt_tokens=3))
+    out = capsys.readouterr().out
+    assert "5 training rows" in out
+    assert "p2" in out
+    assert "p3" not in out
+    assert "not measured" in out
+
+
+def test_the_data_command_checks_verifiers(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"'corect'.*did you mean 'correct'"):
+        show_data(run_of(tmp_path, [{"prompt": "p", "verifier": "corect"}]))
 
 
 def test_gsm8k_is_prepared(tmp_path: Path) -> None:

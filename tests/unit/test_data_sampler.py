@@ -36,7 +36,9 @@ def test_orders_differ_by_seed_and_epoch_and_not_otherwise() -> None:
     assert one != two
 
 
-actions = st.lists(st.one_of(st.integers(0, 7), st.tuples(st.integers(0, 11), st.sampled_from([0.5, 1.0]))), max_size=24)
+actions = st.lists(
+    st.one_of(st.integers(0, 7), st.tuples(st.integers(0, 11), st.sampled_from([0.5, 1.0]))), max_size=24
+)
 
 
 def act(sampler: Sampler, script: list[Any]) -> list[Any]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_batches import batch_of, options, rollout_of
 from torch import Tensor
 
 from palingenesis.rl.objective import sequence_terms, train_sequences
 from palingenesis.rl.objective.advantages import batch_moments, centre, scale
 from palingenesis.rl.objective.aggregate import batch_totals, token_weights
 from palingenesis.rl.types import Finish
+from tests.unit.objective_batches import batch_of, options, rollout_of
 
 SCALINGS = ("batch", "group", "none")
 LENGTHS, GROUP = torch.tensor([2, 4, 3, 1, 5]), torch.tensor([0, 0, 7, 7, 7])

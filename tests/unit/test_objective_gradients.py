@@ -7,7 +7,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from objective_batches import (
+from torch import Tensor
+
+from palingenesis.rl.config.schema import LossConfig
+from palingenesis.rl.objective.reference import Reference, reference_objective
+from tests.unit.objective_batches import (
     MAX_COMPLETION,
     TEMPERATURE,
     Problem,
@@ -16,10 +20,6 @@ from objective_batches import (
     problem,
     production,
 )
-from torch import Tensor
-
-from palingenesis.rl.config.schema import LossConfig
-from palingenesis.rl.objective.reference import Reference, reference_objective
 
 LOSS_NAMES = ("masked_is", "cispo", "icepop", "gspo")
 SCALINGS = ("batch", "group", "none")

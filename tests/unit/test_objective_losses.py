@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_batches import options
 from torch import Tensor
 
 from palingenesis.rl.errors import ConfigError
 from palingenesis.rl.objective import LOSSES, STATISTICS, Surrogate, build_loss, policy_metrics, surrogate
 from palingenesis.rl.objective.losses import Loss
+from tests.unit.objective_batches import options
 
 NAMES = tuple(LOSSES)
 

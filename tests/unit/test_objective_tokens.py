@@ -6,12 +6,12 @@ import time
 
 import pytest
 import torch
-from objective_batches import batch_of, rollout_of
 
 from palingenesis.rl.errors import EngineError
 from palingenesis.rl.objective import train_sequences
 from palingenesis.rl.rollout.overlong import overlong_penalty
 from palingenesis.rl.types import Finish
+from tests.unit.objective_batches import batch_of, rollout_of
 
 
 def test_two_turns_become_one_sequence() -> None:

@@ -1,4 +1,4 @@
-"""A table of wrong data files. Each is answered by one line that names the thing, its place and the cure; exit code 1."""
+"""A table of wrong data files. Each is answered by one line that names thing, place and cure; exit code 1."""
 
 from __future__ import annotations
 
@@ -48,7 +48,12 @@ WRONG: list[tuple[str, str | bytes | None, dict[str, Any], list[str]]] = [
     ("a.jsonl", GOOD + row(prompt="  "), {}, ["a.jsonl:2", "'prompt'", "empty", "give every row a prompt"]),
     ("a.jsonl", GOOD + row(prompt=5), {}, ["a.jsonl:2", "'prompt'", "text or a list of messages", "a number"]),
     ("a.jsonl", row(instruction="x", answer="2"), {}, ["a.jsonl:1", "answer, instruction", "data.prompt_field"]),
-    ("a.jsonl", GOOD, {"prompt_field": "promt"}, ["a.jsonl:1", "'promt'", "did you mean 'prompt'", "data.prompt_field"]),
+    (
+        "a.jsonl",
+        GOOD,
+        {"prompt_field": "promt"},
+        ["a.jsonl:1", "'promt'", "did you mean 'prompt'", "data.prompt_field"],
+    ),
     ("a.jsonl", row(messages="hi"), {}, ["a.jsonl:1", "'messages'", "list of messages", "text"]),
     ("a.jsonl", row(messages=[]), {}, ["a.jsonl:1", "'messages'", "empty list"]),
     ("a.jsonl", chat("hi"), {}, ["a.jsonl:1", "'messages', turn 1", "must be an object"]),
@@ -65,7 +70,12 @@ WRONG: list[tuple[str, str | bytes | None, dict[str, Any], list[str]]] = [
     ),
     ("a.jsonl", chat(USER, {"role": "assistant", "content": "yo"}), {}, ["a.jsonl:1", "assistant turn", "remove"]),
     ("a.jsonl", chat(USER, CALL, USER), {}, ["a.jsonl:1", "turn 2, call 1", "'f'", "must be an object"]),
-    ("a.jsonl", row(prompt="x", tools={"name": "f"}), {}, ["a.jsonl:1", "'tools'", "must be a list", "data.tools_field"]),
+    (
+        "a.jsonl",
+        row(prompt="x", tools={"name": "f"}),
+        {},
+        ["a.jsonl:1", "'tools'", "must be a list", "data.tools_field"],
+    ),
     ("a.jsonl", row(prompt="x", tools="hammer"), {}, ["a.jsonl:1", "'tools'", "not JSON", "data.tools_field"]),
     ("a.jsonl", row(prompt="x", tools=[{"type": "function"}]), {}, ["a.jsonl:1", "'tools', tool 1", "no name"]),
     ("a.jsonl", row(prompt="x", tools=[{"name": "f", "parameters": 1}]), {}, ["'tools', tool 1", "JSON schema"]),
@@ -101,8 +111,7 @@ def test_one_line_names_thing_place_and_cure(
     if text is not None:
         Path(name).write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(DataError) as caught:
-        rows = build(DataConfig(dataset=name, **options))
-        check_verifiers(rows.rows, ["math", "code"])
+        check_verifiers(build(DataConfig(dataset=name, **options)).rows, ["math", "code"])
     message = str(caught.value)
     assert caught.value.exit_code == 1
     assert "\n" not in message

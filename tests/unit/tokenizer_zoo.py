@@ -8,7 +8,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-CORPUS = ["user system assistant think tool_call im_end the cat sat on the mat. 1 + 1 = 2\n\n  <div> {} [] () | / \\ é 日本"]
+CORPUS = [
+    "user system assistant think tool_call im_end the cat sat on the mat. 1 + 1 = 2\n\n  <div> {} [] () | / \\ é 日本"
+]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "[INST]", "<s>"]
 PLAIN = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_end|>x"]
 
@@ -76,13 +78,20 @@ LOSSLESS = ("byte-level", "byte-level, prefix space", "metaspace first", "metasp
 
 @cache
 def tokenizer(name: str, *, normalized: bool = False) -> Any:
-    """A transformers tokenizer of the kind `name`. `normalized`: added tokens are looked for in the normalized text."""
+    """A transformers tokenizer of kind `name`. `normalized`: added tokens are looked for in the normalized text."""
     from transformers import PreTrainedTokenizerFast
 
     raw = _BUILD[name]()
     raw.add_special_tokens([AddedToken(string, normalized=normalized, special=True) for string in SPECIAL])
     raw.add_tokens([AddedToken(string, normalized=normalized, special=False) for string in PLAIN])
     raw.add_tokens([AddedToken("\n\n", normalized=False, special=False)])  # whitespace, as Gemma has it
-    out = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", clean_up_tokenization_spaces=False)
+    unknown = {"unigram": "<unk>", "word pieces": "[UNK]"}.get(name)
+    out = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        bos_token="<s>",
+        eos_token="<|im_end|>",
+        unk_token=unknown,
+        clean_up_tokenization_spaces=False,
+    )
     out.chat_template = CHATML
     return out

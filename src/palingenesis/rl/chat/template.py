@@ -61,6 +61,7 @@ class ChatTemplate:
         self.control = ControlTokens(tokenizer)
         self._kwargs = dict(kwargs or {})
         self._silent = _silent_ids(tokenizer)
+        self._in_parts = self._wants_parts()
 
     def render(
         self,
@@ -80,7 +81,7 @@ class ChatTemplate:
         Raises:
             ModelError: the template refuses the conversation.
         """
-        chat = [message.to_dict() for message in messages]
+        chat = [self._in_form(message.to_dict()) for message in messages]
         schemas = [dict(tool) for tool in tools]
         if not self._has_control(chat, schemas):
             text = self._apply(chat, schemas, add_generation_prompt, source)
@@ -98,6 +99,24 @@ class ChatTemplate:
         kept = [index for index in ids if index not in self._silent]
         text: str = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    def _wants_parts(self) -> bool:
+        """Whether the template reads content as a list of parts only: some drop a string without a word."""
+        probe = {"role": "user", "content": "palingenesis"}
+        parts = {"role": "user", "content": [{"type": "text", "text": "palingenesis"}]}
+        for form in (probe, parts):
+            try:
+                text = self._apply([form], [], True, "")
+            except ModelError:  # not with this conversation; the real one will tell
+                continue
+            if "palingenesis" in text:
+                return form is parts
+        return False
+
+    def _in_form(self, message: dict[str, Any]) -> dict[str, Any]:
+        if not self._in_parts:
+            return message
+        return {**message, "content": [{"type": "text", "text": message["content"]}] if message["content"] else []}
 
     def _has_control(self, chat: list[dict[str, Any]], schemas: list[dict[str, Any]]) -> bool:
         if any(self.control.found_in(text) for text in _strings(schemas)):

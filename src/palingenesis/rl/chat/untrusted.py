@@ -26,16 +26,16 @@ class ControlTokens:
     """The control tokens of one tokenizer.
 
     Attributes:
-        ids: their ids.
+        ids: their ids. The unknown token is not among them: strange characters give it, and it controls nothing.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if _is_control(token)}
-        self.ids = frozenset(added)
+        self.ids = frozenset(added) - _unknown(tokenizer)
         self._all = _Pattern({token.content for token in added.values()})
         self._special = _Pattern({token.content for token in added.values() if token.special})
-        self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._special_ids = frozenset(index for index in self.ids if added[index].special)
         self._by_meaning = _normalizes(tokenizer) and any(token.normalized for token in added.values())
         self._anchor = _anchor(tokenizer)
 
@@ -141,6 +141,12 @@ def _is_control(token: Any) -> bool:
     if not content or not content.replace("▁", " ").strip():
         return False
     return bool(token.special) or len(content) > 1
+
+
+def _unknown(tokenizer: Any) -> frozenset[int]:
+    """The id of the unknown token, unless it is a token of another use too (GPT-2's also ends the text)."""
+    others = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    return frozenset({tokenizer.unk_token_id} - others - {None})
 
 
 def _normalizes(tokenizer: Any) -> bool:

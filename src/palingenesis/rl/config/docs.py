@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic.fields import FieldInfo
@@ -73,12 +74,17 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = default_of(field)
-    if value is None:
-        return "unset"
+    return "unset" if value is None else _written(value)
+
+
+def _written(value: Any) -> str:
+    """A default as one writes it."""
+    if value is ...:
+        return "required"
     if value == "":
         return '""'
     if isinstance(value, float):
-        return f"{value:g}" if value < 1e-3 else str(value)
+        return f"{value:g}"
     return yaml.safe_dump(value, default_flow_style=True, width=200).removesuffix("...\n").strip().strip("'")
 
 
@@ -100,7 +106,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def _builtin_rewards() -> str:
     rows = [
-        (f"`{name}`", reward.scores, ", ".join(f"`{arg}: {default}`" for arg, default in reward.args.items()))
+        (f"`{name}`", reward.scores, ", ".join(f"`{arg}: {_written(value)}`" for arg, value in reward.args.items()))
         for name, reward in BUILTIN_REWARDS.items()
     ]
     head = "### Built-in rewards\n\nFor `rewards.NAME.fn`. `field` names the column that holds the reference.\n\n"

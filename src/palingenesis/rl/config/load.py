@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic_core import PydanticSerializationError
 
 from palingenesis.rl.config.check import check
 from palingenesis.rl.config.schema import SECTIONS, RLConfig, find_field, unknown
@@ -117,6 +116,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Unicode line breaks survive only between double quotes."""
+    breaks = any(sign in text for sign in "\x85\u2028\u2029\ufeff")
+    return dumper.represent_scalar(STR, text, style='"' if breaks else None)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 for _name, _pattern, _first in _RULES:
     _compiled = re.compile(f"(?:{_pattern})\\Z")
@@ -307,10 +314,7 @@ def _refuse_lone_parent(tree: Mapping[str, Any], option: str, places: _Places) -
 
 def dump(config: RLConfig, header: Mapping[str, str]) -> str:
     """What `RLConfig.dump` does."""
-    try:
-        values = config.model_dump(mode="json")
-    except PydanticSerializationError as error:
-        raise ConfigError(f"the config cannot be written as YAML: {error}; use plain values in args") from None
+    values = config.to_dict()
     if not config.is_set("rollout.backend"):
         del values["rollout"]["backend"]
     comments = "".join(f"# {key}: {' '.join(str(value).split())}\n" for key, value in header.items())
@@ -319,11 +323,13 @@ def dump(config: RLConfig, header: Mapping[str, str]) -> str:
 
 
 def _escape(value: Any) -> Any:
-    """Write `${` so that OmegaConf reads it as text again."""
+    """Write `${` so that OmegaConf reads it as text again, and refuse what YAML has no plain form for."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", value)
     if isinstance(value, dict):
         return {key: _escape(inner) for key, inner in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_escape(inner) for inner in value]
-    return value
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise ConfigError(f"the config cannot be written as YAML: {show(value)} in args is not a plain value")

@@ -565,6 +565,8 @@ BIASES_RATIOS = ("top_p", "top_k", "min_p")
 def unknown(path: tuple[str, ...], inner: tuple[str, ...] = ()) -> str:
     """Why `path` is no option, and the nearest one. `inner` are the options found below an unknown section."""
     section, name = path[0], path[-1]
+    if find_field(section):
+        return f"sections and options are nested in YAML; write {': {'.join(section.split('.'))}: ...}}"
     if name in BIASES_RATIOS:
         return f"{name} would bias the importance ratios; sampling is plain temperature (rollout.temperature)"
     if section not in SECTIONS and (inner or len(path) > 1) and (close := _closest(section, SECTIONS)):

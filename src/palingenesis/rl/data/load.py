@@ -41,9 +41,7 @@ class RawRow:
     source: str
 
 
-def load(
-    dataset: str, split: str = "train", *, option: str = "data.dataset", args: Mapping[str, Any] | None = None
-) -> list[RawRow]:
+def load(dataset: str, split: str = "train", *, option: str = "data.dataset", **args: Any) -> list[RawRow]:
     """Every row of a data set, in order; never an empty list.
 
     Args:
@@ -51,7 +49,7 @@ def load(
             `datasets.save_to_disk`, or a Hugging Face data set id. Relative paths start at the working directory.
         split: the split of a hub data set; a single file has none.
         option: the option that named `dataset`; errors cite it.
-        args: further arguments of `datasets.load_dataset`, e.g. `{"name": "main"}` for a subset.
+        args: further arguments of `datasets.load_dataset`, e.g. `name="main"` for a subset.
 
     Raises:
         DataError: nothing there, unreadable, malformed, or empty.
@@ -66,7 +64,7 @@ def load(
     elif _looks_like_path(dataset):
         raise DataError(f"{option}: there is no file {dataset}{_near(path)} (looked in {Path.cwd()}).")
     else:
-        rows = list(_read_hub(dataset, split, option, args or {}))
+        rows = list(_read_hub(dataset, split, option, args))
     if not rows:
         raise DataError(f"{dataset}: holds no rows; {option} needs at least one.")
     return rows

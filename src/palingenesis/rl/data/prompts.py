@@ -99,11 +99,13 @@ def build(
         DataError: a file, row or column cannot be used, or no training row remains.
     """
     _refuse_idle_options(config)
-    raws = load(config.dataset, config.split, option="data.dataset", args=config.args)
+    if clash := {"dataset", "split", "option"} & set(config.args):
+        raise ConfigError(f"data.args: {min(clash)!r} is not for here; use data.dataset and data.split.")
+    raws = load(config.dataset, config.split, option="data.dataset", **dict(config.args))
     rows, notices = _convert_all(raws, config)
     train, held_out = rows, tuple[Row, ...]()
     if config.eval_dataset:
-        eval_raws = load(config.eval_dataset, config.eval_split, option="data.eval_dataset", args=config.args)
+        eval_raws = load(config.eval_dataset, config.eval_split, option="data.eval_dataset", **dict(config.args))
         held_out, more = _convert_all(eval_raws, config)
         notices += more + _overlap(raws, eval_raws)
     elif config.eval_size:

@@ -1,5 +1,6 @@
 """Rows as people and programs see them: what `pgs rl data` prints.
 
+    show_data(config) ──> build, check, print: the command
     summary(rowset) ──> counts, drops, notices, columns      show(rowset, n) ──> the summary and n rows
     to_json(row)    ──> {"id", "messages", "tools", "columns"}, one object a row
 
@@ -11,23 +12,57 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from palingenesis.rl.data.prompts import RowSet
+from palingenesis.rl.data.prompts import RowSet, build, check_verifiers
 from palingenesis.rl.types import Message, Row
+
+if TYPE_CHECKING:
+    from palingenesis.rl.config.schema import RLConfig
 
 _LONGEST = 2000  # characters of a turn
 _WIDEST = 200  # characters of a column's value
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 CountTokens = Callable[[Row], int]
+
+
+def show_data(
+    config: RLConfig, *, count: int | None = None, as_json: bool = False, count_tokens: CountTokens | None = None
+) -> None:
+    """Print a run's rows: for people, or one JSON object a line with what was dropped on standard error.
+
+    Args:
+        count: rows to print, training rows first; None prints 3 to people and all as JSON.
+        count_tokens: tokens of a row's rendered prompt; with it, prompts over the run's limit are dropped as there.
+
+    Raises:
+        DataError: a file, row or column cannot be used.
+    """
+    fits = config.rollout.max_model_len - 1
+    longest = min(config.data.max_prompt_tokens or fits, fits)
+    rowset = build(config.data, count_tokens=count_tokens, max_prompt_tokens=longest)
+    if config.rewards:
+        check_verifiers(rowset.rows, config.rewards)
+    if not count_tokens and config.data.max_prompt_tokens:
+        notice = "prompts were not measured against data.max_prompt_tokens; --tokens does so."
+        rowset = replace(rowset, notices=(*rowset.notices, notice))
+    if not as_json:
+        Console().print(show(rowset, 3 if count is None else count, count_tokens=count_tokens))
+        return
+    for line in (*rowset.dropped, *rowset.notices):
+        print(line, file=sys.stderr)
+    for row in rowset.rows[:count]:
+        print(json.dumps(to_json(row, count_tokens=count_tokens), ensure_ascii=False))
 
 
 def to_json(row: Row, *, split: str = "", count_tokens: CountTokens | None = None) -> dict[str, Any]:

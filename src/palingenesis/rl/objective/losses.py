@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Level = Literal["token", "sequence"]
 
-# exp(20) = 4.9e8: past it a ratio says only that the two models disagree, and exp would soon be infinite. It keeps every
+# exp(20) = 4.9e8: past it a ratio says only that the two models disagree, and exp would soon be infinite. Keeps every
 # coefficient finite, also that of gspo with A < 0, which its clip does not bound.
 LOG_RATIO_LIMIT = 20.0
 

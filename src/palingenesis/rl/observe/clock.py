@@ -1,7 +1,7 @@
 """Where a step's wall time went.
 
 `with clock("train"):` adds to one part; `lap()` closes the step and returns `time/<part>` and `time/step`. Parts never
-nest, and the trainer puts everything it does into one, so the parts add up to the step.
+nest; what lies between them is `time/other`, so the parts always add up to the step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class Clock:
             self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - start
 
     def lap(self) -> dict[str, float]:
-        """`{"time/rollout": 1.2, ..., "time/step": 2.0}`; starts the next step."""
+        """`{"time/rollout": 1.2, ..., "time/other": 0.0, "time/step": 2.0}`; starts the next step."""
         now = time.perf_counter()
-        out = {f"time/{part}": seconds for part, seconds in self._parts.items()}
-        out["time/step"] = now - self._began
+        step = now - self._began
+        parts = {**self._parts, "other": step - sum(self._parts.values()), "step": step}
+        out = {f"time/{part}": seconds for part, seconds in parts.items()}
         self._began, self._parts = now, {}
         return out

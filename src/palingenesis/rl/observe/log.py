@@ -3,11 +3,15 @@
 On a terminal: a header, a live bar with the time left, and a table row for every logged step. Elsewhere (a file, a
 batch system) the same rows without the bar, so that a log reads like the screen did.
 
-    step   reward   Δ64     length   zero-var   skipped   |r-1|     tok/s     rollout   train
+    step  reward  length   cut  no-var  skip   |r-1|    grad    tok/s  rollout   train
+
+`length` is sampled tokens, `cut` the share of rollouts a budget ended, `no-var` the share of groups without a gradient,
+`|r-1|` how far the trainer's probabilities are from the sampler's. Columns that do not fit the screen are left out.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -16,21 +20,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-# (heading, metric, format); a metric a step does not have prints as a dash.
+# (heading, metric, format, width); a metric a step does not have prints as a dash.
 COLUMNS = (
-    ("reward", "reward", "{:.3f}"),
-    ("length", "length/mean", "{:.0f}"),
-    ("cut", "truncated", "{:.0%}"),
-    ("no var", "groups/zero_variance", "{:.0%}"),
-    ("skip", "skipped", "{:.0%}"),
-    ("|r-1|", "policy/abs_ratio_dev", "{:.4f}"),
-    ("entropy", "policy/entropy", "{:.3f}"),
-    ("grad", "grad_norm", "{:.3f}"),
-    ("tok/s", "tokens/s", "{:,.0f}"),
-    ("rollout", "time/rollout", "{:.2f}s"),
-    ("train", "time/train", "{:.2f}s"),
+    ("reward", "reward", "{:.3f}", 8),
+    ("length", "length/mean", "{:.0f}", 8),
+    ("cut", "truncated", "{:.0%}", 6),
+    ("no-var", "groups/zero_variance", "{:.0%}", 8),
+    ("skip", "skipped", "{:.0%}", 6),
+    ("|r-1|", "policy/abs_ratio_dev", "{:.4f}", 8),
+    ("grad", "grad_norm", "{:.3f}", 8),
+    ("tok/s", "tokens/s", "{:,.0f}", 9),
+    ("rollout", "time/rollout", "{:.1f}s", 9),
+    ("train", "time/train", "{:.1f}s", 8),
+    ("entropy", "policy/entropy", "{:.3f}", 9),
 )
-WIDTH = 8
 
 
 class Log:
@@ -66,12 +69,12 @@ class Log:
         table = Table.grid(padding=(0, 2))
         for name, value in facts.items():
             table.add_row(f"[bold]{name}[/]", value)
-        self.console.print(table)
+        self.console.print(table, soft_wrap=True)
         self._progress.start()
 
     def say(self, text: str) -> None:
         """One line of plain text above the bar."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._recent.append(values.get("reward", 0.0))
@@ -81,9 +84,14 @@ class Log:
             return
         if not self._headed:
             self._headed = True
-            self.say("  step" + "".join(f"{heading:>{WIDTH + 1}}" for heading, _, _ in COLUMNS))
-        cells = (form.format(values[name]) if name in values else "-" for _, name, form in COLUMNS)
-        self.say(f"{step:>6}" + "".join(f"{cell:>{WIDTH + 1}}" for cell in cells))
+            self.say("  step" + "".join(f"{heading:>{width}}" for heading, _, _, width in self._columns()))
+        self.say(f"{step:>6}" + "".join(_cell(values, *column) for column in self._columns()))
+
+    def _columns(self) -> list[tuple[str, str, str, int]]:
+        """The columns that fit; a file has room for all."""
+        room = self.console.width - 6 if self.console.is_terminal else 10_000
+        ends = itertools.accumulate(width for *_, width in COLUMNS)
+        return [column for column, end in zip(COLUMNS, ends, strict=True) if end <= room]
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if kind != "eval":
@@ -93,3 +101,7 @@ class Log:
 
     def close(self) -> None:
         self._progress.stop()
+
+
+def _cell(values: Mapping[str, float], _: str, name: str, form: str, width: int) -> str:
+    return f"{form.format(values[name]) if name in values else '-':>{width}}"

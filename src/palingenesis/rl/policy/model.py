@@ -81,7 +81,9 @@ def load_policy(
         ModelError: the checkpoint cannot be read, or its head is not one matrix product.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # the run has a console of its own
     path = policy_path(name)
     options = {} if attention == "auto" else {"attn_implementation": attention}
     try:

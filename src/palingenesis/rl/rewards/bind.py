@@ -274,7 +274,7 @@ class FunctionReward(BoundReward):
         except PalingenesisError:
             raise
         except (Exception, SystemExit) as error:
-            message = f"{error}{_place(error)}"
+            message = f"{error}{_place(error, self.function)}"
             raise RewardError(describe_failure(self.name, samples, type(error).__name__, message)) from error
 
     def _arguments(self, sample: Sample) -> dict[str, Any]:
@@ -346,6 +346,11 @@ class FunctionReward(BoundReward):
         if close is not None:
             await close()
 
+    def close(self) -> None:
+        close: Callable[[], object] | None = getattr(self.function, "close", None)
+        if close is not None:
+            close()
+
 
 # ---------------------------------------------------------------------------------------------------- shared parts
 
@@ -394,7 +399,7 @@ def number(value: Any, name: str, row: Row) -> float | None:
 
 def describe_failure(name: str, samples: Sequence[Sample], kind: str, message: str) -> str:
     hint = ""
-    if "main thread" in message:
+    if "main thread" in message or "signal" in message:
         hint = (
             " Reward functions run in threads, where signals do not work. The built-in `math` does without; a TRL "
             f"function runs in a main thread with rewards.{name}.style: trl."
@@ -402,10 +407,11 @@ def describe_failure(name: str, samples: Sequence[Sample], kind: str, message: s
     return f"reward {name!r} failed on {span(samples)}: {kind}: {message}{hint}"
 
 
-def _place(error: BaseException) -> str:
-    """` (my_rewards.py:12)`, where the function itself failed."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+def _place(error: BaseException, function: Callable[..., Any]) -> str:
+    """` (my_rewards.py:12)`: the last line of the function's own file that the exception passed."""
+    module = inspect.getmodule(function)
+    own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == getattr(module, "__file__", None)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def where(row: Row) -> str:

@@ -126,6 +126,7 @@ class _Endpoint:
         problem = ""
         for turn in range(self._tries):
             pause: float | None = None
+            overloaded = True
             try:
                 status, reply, pause = await self._post(text, again=turn > 0)
             except _UnreachableError as error:
@@ -136,13 +137,13 @@ class _Endpoint:
                     if verdict is not None:
                         self._ever_answered = True
                         return verdict
-                    problem, pause = f"no verdict in its answer {_short(reply)}", 0.0
+                    problem, overloaded = f"no verdict in its answer {_short(reply)}", False
                 elif status in (408, 409, 425, 429) or status >= 500:
                     problem = f"status {status}: {_short(reply)}"
                 else:
                     self._refused(status, reply)
             if turn + 1 < self._tries:
-                await asyncio.sleep(_pause(turn) if pause is None else pause)
+                await asyncio.sleep(max(_pause(turn), pause or 0.0) if overloaded else 0.0)
         raise SkipSample(f"the judge at {self.url} gave no verdict in {self._tries} tries: {problem}")
 
     def _refused(self, status: int, reply: str) -> None:

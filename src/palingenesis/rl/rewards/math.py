@@ -27,6 +27,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from palingenesis.rl.errors import ConfigError, SkipSample
 from palingenesis.rl.rewards.boxes import last_answer_line, last_box, last_match
@@ -71,12 +72,19 @@ class Math:
         self._timeout = timeout
 
     async def __call__(self, completion: str, **row: Any) -> float:
+        _users.add(self)
         answers = extract(completion)
         for gold in golds(row[self.field]):
             for answer in answers:
                 if await equal(answer, gold, self._timeout):
                     return 1.0
         return 0.0
+
+    def close(self) -> None:
+        """End the workers, unless another Math of this process still uses them."""
+        _users.discard(self)
+        if not _users:
+            close_workers()
 
     def check_reference(self, row: Row) -> str | None:
         """Why the row's reference cannot be read; None when it can."""
@@ -103,7 +111,10 @@ _PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}(?![a-zA-Z])")
 
 
 def extract(completion: str) -> tuple[str, ...]:
-    """The texts that state the final answer: none, one, or for an "Answer:" line its text and its last number."""
+    """The texts that state the final answer: none, one, or two readings of it.
+
+    An "Answer:" line in words is read as it stands and as its last number; so is a completion that is only an answer.
+    """
     text = completion
     box = last_box(text)
     if box.content is not None:
@@ -115,7 +126,15 @@ def extract(completion: str) -> tuple[str, ...]:
         number = _last_number(content) if _PROSE.search(_without_commands(content)) else None
         return tuple(dict.fromkeys(part for part in (content, number) if part))
     number = _last_number(text)
-    return (number,) if number else ()
+    bare = text.strip() if box.cut_at == len(completion) and _is_bare(text.strip()) else None
+    return tuple(dict.fromkeys(part for part in (bare, number) if part))
+
+
+def _is_bare(text: str) -> bool:
+    """The completion is nothing but an answer: one line of mathematics, or a word or two without a number."""
+    if not text or "\n" in text or len(text) > 200:
+        return False
+    return not _PROSE.search(_without_commands(text)) or (len(text.split()) <= 3 and not re.search(r"[0-9]", text))
 
 
 def _without_commands(text: str) -> str:
@@ -471,6 +490,7 @@ def _shielded(future: Future[Any]) -> Future[Any]:
 
 _shared: dict[int, Verdicts] = {}  # by process id: a fork must not speak to its parent's workers
 _shared_lock = threading.Lock()
+_users: WeakSet[Math] = WeakSet()
 
 
 def _verdicts() -> Verdicts:

@@ -19,7 +19,7 @@ from fractions import Fraction
 MAX_LENGTH = 4000
 MAX_DIGITS = 400
 MAX_DEPTH = 12
-MAX_ITEMS = 200
+MAX_ITEMS = 100
 OPEN, CLOSE = "\ue000", "\ue001"  # around what stood in \text{...}
 
 
@@ -136,6 +136,7 @@ _JOINER = re.compile(rf"\s*{OPEN}\s*,?\s*(and|or)\s*{CLOSE}\s*")
 
 def clean(text: str) -> str:
     """Fold the many ways to write the same thing: Unicode, spacing, sizes, delimiters, `\\text{}` (kept as marks)."""
+    text = " ".join(text.split())
     for sign, fraction in _FRACTIONS.items():
         if sign in text:
             text = text.replace(sign, f" {fraction}")
@@ -179,7 +180,7 @@ def _trim(text: str) -> str:
     before = None
     while before != text:
         before = text
-        text = text.strip().rstrip(".,;:").strip()
+        text = re.sub(r"^(?:=|≈|~|\\approx(?![a-zA-Z]))\s*", "", text.strip().rstrip(".,;:").strip())
         text = text.removesuffix("\\").strip() if not text.endswith("\\\\") else text[:-2]
         if text[:1] == "{" and _closes_at_end(text):
             inner = text[1:-1]
@@ -227,9 +228,10 @@ def _read_group(text: str, depth: int) -> Value | None:
             return Symbolic(to_latex(text))  # set-builder notation
         return _group(kind, parts, text, depth)
     for joiner, kind in ((" or ", "{}"), (" and ", ",")):
-        if joiner in text:
-            parts = [part for piece in _split(text, joiner) for part in _split_list(piece)]
-            group = _group(kind, [part for part in parts if part.strip()], text, depth)
+        pieces = _split(text, joiner)
+        if len(pieces) > 1:  # outside brackets: every level of reading makes the text shorter
+            parts = [part for piece in pieces for part in _split_list(piece) if part.strip()]
+            group = _group(kind, parts, text, depth)
             if not any(_wordy(item) for item in group.items):
                 return group
     parts = _split_list(text)
@@ -239,7 +241,9 @@ def _read_group(text: str, depth: int) -> Value | None:
 
 
 def _group(kind: str, parts: list[str], text: str, depth: int) -> Group:
-    items = tuple(_read(part, depth + 1) or Words("") for part in parts[:MAX_ITEMS])
+    if len(parts) > MAX_ITEMS:
+        return Group(kind, (Words(fold(text)),), to_latex(text))
+    items = tuple(_read(part, depth + 1) or Words("") for part in parts)
     return Group(kind, items, to_latex(text))
 
 
@@ -377,10 +381,13 @@ def _read_number(text: str) -> Number | None:
         if body is None:
             continue
         size = _size(kind, body.groups())
-        unit = _read_unit(text[body.end() :])
+        rest, scale = _take_scale(text[body.end() :])
+        unit = _read_unit(rest)
         if size is None or unit is None:
             continue
-        value, decimals = size
+        value, decimals = size[0] * scale, size[1]
+        if decimals is not None and scale > 1:
+            decimals -= len(str(scale)) - 1
         percent = unit == "%" or unit.startswith("% ")
         name = _MONEY_NAMES.get(head[2], "") or ("" if percent else unit)
         latex = _exact_latex(-value if negative else value)
@@ -430,6 +437,9 @@ _LETTER_UNITS = set("mgslLhKNJWVAFCT")
 _NOT_UNITS = {
     "or", "and", "mod", "to", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "if", "when", "where", "is", "are",
     "choose", "factorial", "for", "with", "not", "but", "plus", "minus", "times", "divided", "over", "than", "infinity",
+    "more", "less", "fewer", "half", "halves", "third", "thirds", "fourth", "fourths", "fifth", "fifths", "sixth",
+    "sixths", "eighth", "eighths", "tenth", "tenths", "hundredth", "hundredths", "thousandth", "thousandths", "root",
+    "power", "x", "y", "z", "e", "i",
 }  # fmt: skip
 _SYNONYMS = {
     "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm", "kilometer": "km",
@@ -440,11 +450,23 @@ _SYNONYMS = {
     "mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "eur": "euro", "gbp": "pound", "percent": "%",
 }  # fmt: skip
 _UNIT = re.compile(
-    r"(?:[A-Za-z°µ$][A-Za-z°µ$.]*|%)"
-    r"(?:(?:[\s./·*-]|\\cdot)*[A-Za-z°µ]+\.?|\s*\^\s*\{?\s*-?[0-9]\s*\}?)*"
+    r"(?:[A-Za-z°µ$][A-Za-z°µ$.]*|%)"  # each repetition starts with a separator, so nothing can match in two ways
+    r"(?:(?:[\s/·*-]|\\cdot)+[A-Za-z°µ][A-Za-z°µ.]*|\s?\^\s?\{?\s?-?[0-9]\s?\}?)*"
 )
 _VARIABLES = re.compile(r"[a-zA-Z](?:\s*\^\s*\{?[0-9]\}?)?(?:\s+[a-zA-Z](?:\s*\^\s*\{?[0-9]\}?)?)*")  # "3 x y^2"
 _BASE = re.compile(r"_\s*\{?\s*([0-9]{1,2})\s*\}?")
+
+
+_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_SCALE = re.compile(rf"[\s{OPEN}-]*({'|'.join(_SCALES)})(?![a-zA-Z])", re.IGNORECASE)
+
+
+def _take_scale(rest: str) -> tuple[str, int]:
+    """The rest without a word such as "million", and what it multiplies by."""
+    word = _SCALE.match(rest)
+    if word is None:
+        return rest, 1
+    return (OPEN if OPEN in word.group() else "") + rest[word.end() :], _SCALES[word[1].lower()]
 
 
 def _read_unit(rest: str) -> str | None:
@@ -461,7 +483,7 @@ def _read_unit(rest: str) -> str | None:
     if not plain or len(plain) > 60 or not _UNIT.fullmatch(plain):
         return None
     names = re.findall(r"[A-Za-zµ]+", plain)
-    if len(names) > 5 or any(name.lower() in _NOT_UNITS for name in names):
+    if len(names) > 5 or any(name.lower() in _NOT_UNITS for name in names) or names[:1] in (["squared"], ["cubed"]):
         return None
     if len(plain) == 1 and plain.isalpha() and not marked and not (spaced and plain in _LETTER_UNITS):
         return None
@@ -473,7 +495,7 @@ def _read_unit(rest: str) -> str | None:
 
 
 def _canonical(unit: str) -> str:
-    unit = re.sub(r"[{}.]", "", unit.replace(r"\cdot", "*"))
+    unit = re.sub(r"\s*\^\s*", "^", re.sub(r"[{}.]", "", unit.replace(r"\cdot", "*")))
     unit = re.sub(r"\b(?:square|sq)\s+([A-Za-z]+)", r"\1^2", unit)
     unit = re.sub(r"\b(?:cubic|cu)\s+([A-Za-z]+)", r"\1^3", unit)
     unit = re.sub(r"\s+squared\b", "^2", re.sub(r"\s+cubed\b", "^3", unit))

@@ -72,14 +72,14 @@ class RewardSet:
             ConfigError: a function, an argument or a name cannot be used.
             RewardError: a signature cannot be served.
         """
-        bound = [bind(n, r.fn, weight=r.weight, args=r.args, style=str(r.style)) for n, r in rewards.items()]
-        names = set(rewards)
+        bound: list[BoundReward] = []
         try:
+            for name, config in rewards.items():
+                bound.append(bind(name, config.fn, weight=config.weight, args=config.args, style=config.style))
             for function in functions:
                 name = _own_name(function)
-                if name in names:
+                if name in {reward.name for reward in bound}:
                     raise ConfigError(f"rewards.{name} is in the config and in RLTrainer(rewards=[...]); rename one.")
-                names.add(name)
                 bound.append(bind(name, function))
         except BaseException:
             for reward in bound:
@@ -188,7 +188,7 @@ class RewardSet:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """End worker processes and threads. Math workers serve every RewardSet of the process and end with it."""
+        """End worker processes and threads. Math workers serve the whole process and end with their last user."""
         for reward in self.rewards.values():
             reward.close()
         self._threads.close()

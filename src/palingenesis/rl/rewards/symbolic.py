@@ -39,7 +39,7 @@ def equal(answer: Value, gold: Value) -> bool:
             return _number_agrees(number, value)
     if _is_constant(said) and _is_constant(wanted):
         return _constants_equal(said, wanted)
-    return bool(math_verify.verify([wanted], [said], timeout_seconds=None))
+    return bool(math_verify.verify([wanted], [said], allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def warm_up() -> None:

@@ -166,11 +166,11 @@ class Regex:
         return float(found is not None and found.strip() in golds)
 
 
-_LETTER = re.compile(r"\s*[(\[{*\s]*(?P<letter>[A-Za-z])(?:\s*[)\]}.:,*]|\s*$)")
+_LETTER = re.compile(r"[(\[{*\s]*(?P<letter>[A-Za-z])(?:\s*[)\]}.:,*]|\s*$)")
 _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textit|mathit|mbox|rm|bf)\s*\{([^{}]*)\}")
 _STATED = re.compile(
-    r"(?i:answer|choice|option|letter)[\"'*_]*\s*(?::|=|(?i:is|was|would be|should be|must be)\b)[:\s]*"
-    r"(?:(?i:option|choice|letter)\b\s*)?[\"'(\[*_$\s]*(?P<a>[A-Z])(?![A-Za-z'’])"
+    r"(?i:answer|choice|option|letter)[\"'*_]{0,4}\s{0,4}(?::|=|(?i:is|was|would be|should be|must be)\b)[:\s]{0,8}"
+    r"(?:(?i:option|choice|letter)\b\s{0,4})?[\"'(\[*_$\s]{0,8}(?P<a>[A-Z])(?![A-Za-z'’])"
     r"|\b(?i:option|choice)\s+[(*]*(?P<e>[A-Z])(?![A-Za-z'’])"
     r"|\((?P<b>[A-Z])\)"
     r"|\*\*\(?(?P<c>[A-Z])(?:\*\*|[).:])"

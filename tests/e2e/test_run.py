@@ -1,0 +1,244 @@
+"""Whole runs: what they write, how they stop, and that a resumed one is the unbroken one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from palingenesis.rl import RLConfig, RLTrainer, SkipSample
+from palingenesis.rl.errors import CheckpointError, ConfigError, OutageError, RewardError
+from tests.e2e.conftest import ROOT, lines
+
+Small = Callable[..., RLConfig]
+
+# What the specification names, for the parts that are built.
+METRICS = {
+    "reward",
+    "rewards/correct",
+    "policy/abs_ratio_dev",
+    "policy/mismatch_k3",
+    "policy/clipped",
+    "policy/seq_masked",
+    "policy/entropy",
+    "groups/zero_variance",
+    "groups/continued",
+    "groups/retired",
+    "truncated",
+    "skipped",
+    "turns",
+    "time/rollout",
+    "time/train",
+    "time/step",
+    "engine/seqs_mean",
+    "engine/tail_s",
+    "engine/prefix_hit",
+    "engine/prefill_tokens",
+    "tokens/generated",
+    "tokens/trained",
+    "tokens/s",
+    "lr",
+    "grad_norm",
+}
+
+
+def test_what_a_run_writes(small: Small) -> None:
+    config = small(logging={"dump_trajectories": 2}, train={"steps": 3, "eval_every": 2})
+    final = RLTrainer(config).train()
+    folder = Path(config.train.output_dir)
+
+    metrics = lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    for line in metrics:
+        assert METRICS <= set(line)
+        parts = sum(value for name, value in line.items() if name.startswith("time/") and name != "time/step")
+        assert parts == pytest.approx(line["time/step"])
+        assert line["time/other"] < 0.03 * line["time/step"] + 0.05
+    assert [line["step"] for line in lines(folder / "eval.jsonl")] == [0, 2, 3]
+    assert {"step", "time", "rows", "reward", "rewards/correct", "truncated"} <= set(lines(folder / "eval.jsonl")[0])
+
+    assert RLConfig.from_yaml(folder / "config.yaml") == config
+
+    assert [path.name for path in (folder / "rollouts").iterdir()] == ["step_2.jsonl"]
+    engine, *rollouts = lines(folder / "rollouts" / "step_2.jsonl")
+    assert engine["kind"] == "engine"
+    assert max(running for _, running in engine["timeline"]) >= 16
+    informative = [line for line in rollouts if line["trained"]]
+    assert informative
+    for line in informative:
+        prompt, turn = line["turns"]
+        assert prompt["role"] == "prompt"
+        assert turn["tokens"] == len(turn["logprobs"]) > 0
+        assert line["advantage"] is not None
+        assert line["rewards"]["correct"] == line["reward"]
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert final == folder / "final"
+    model = AutoModelForCausalLM.from_pretrained(final, dtype="auto")
+    assert model.dtype == torch.bfloat16, "the dtype of the checkpoint the run started from"
+    assert AutoTokenizer.from_pretrained(final).chat_template
+
+
+def test_a_resumed_run_is_the_unbroken_one(small: Small, tmp_path: Path) -> None:
+    """Weights, optimizer, metrics and draws, bit for bit."""
+    straight = small(train={"steps": 4, "save_steps": 4, "output_dir": str(tmp_path / "straight")})
+    RLTrainer(straight).train()
+    broken = {"save_steps": 2, "output_dir": str(tmp_path / "broken"), "keep_checkpoints": 3}
+    RLTrainer(small(train={"steps": 2, **broken})).train()
+    RLTrainer(small(train={"steps": 4, "resume_from": "auto", **broken})).train()
+
+    one, other = (tmp_path / name / "checkpoints" / "step_4" for name in ("straight", "broken"))
+    a, b = (load_file(folder / "policy" / "model.safetensors") for folder in (one, other))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    a, b = (torch.load(folder / "optimizer.pt", weights_only=True)["state"] for folder in (one, other))
+    assert all(torch.equal(a[key][name], b[key][name]) for key in a for name in a[key])
+    timed = {"time", "tokens/s", "engine/tail_s", "engine/seqs_mean"}
+    for mine, theirs in zip(*(lines(tmp_path / n / "metrics.jsonl") for n in ("straight", "broken")), strict=True):
+        keep = [name for name in mine if name not in timed and not name.startswith("time/")]
+        assert {name: mine[name] for name in keep} == {name: theirs[name] for name in keep}
+
+
+def run_cli(config: RLConfig, tmp_path: Path, *extra: str) -> subprocess.Popen[str]:
+    path = tmp_path / "config.yaml"
+    path.write_text(config.dump(), encoding="utf-8")
+    command = [sys.executable, "-m", "palingenesis.cli", "rl", "--config", str(path), *extra]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_steps(config: RLConfig, count: int, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    path = Path(config.train.output_dir) / "metrics.jsonl"
+    deadline = time.monotonic() + seconds
+    while not path.exists() or path.read_text(encoding="utf-8").count("\n") < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run made no progress"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
+def test_a_signal_saves_and_the_run_continues(small: Small, tmp_path: Path, number: signal.Signals) -> None:
+    config = small(train={"steps": 1000})
+    process = run_cli(config, tmp_path)
+    wait_for_steps(config, 2, process)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, out
+    assert f"stopped by {number.name}" in out
+    assert "--train.resume_from auto" in out
+    (checkpoint,) = (Path(config.train.output_dir) / "checkpoints").iterdir()
+    done = int(checkpoint.name.removeprefix("step_"))
+    assert done >= 2
+
+    more = run_cli(config, tmp_path, "--train.resume_from", "auto", "--train.steps", str(done + 1))
+    out, _ = more.communicate(timeout=120)
+    assert more.returncode == 0, out
+    assert "resumed from" in out
+    steps = [line["step"] for line in lines(Path(config.train.output_dir) / "metrics.jsonl")]
+    assert steps == list(range(1, done + 2))
+
+
+def test_a_killed_run_continues_from_its_last_checkpoint(small: Small, tmp_path: Path) -> None:
+    config = small(train={"steps": 1000, "save_steps": 1})
+    process = run_cli(config, tmp_path)
+    wait_for_steps(config, 3, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    more = run_cli(config, tmp_path, "--train.resume_from", "auto", "--train.steps", "5")
+    out, _ = more.communicate(timeout=120)
+    assert more.returncode == 0, out
+    assert [line["step"] for line in lines(Path(config.train.output_dir) / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_an_old_run_is_set_aside(small: Small) -> None:
+    config = small(train={"steps": 1})
+    RLTrainer(config).train()
+    RLTrainer(config).train()
+    folder = Path(config.train.output_dir)
+    assert (folder.with_name(folder.name + ".1") / "final").is_dir()
+    assert len(lines(folder / "metrics.jsonl")) == 1
+
+
+def test_a_checkpoint_of_other_rows_is_refused(small: Small, tmp_path: Path) -> None:
+    rows = (ROOT / "examples/rl/data/addition/train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(rows[:50]), encoding="utf-8")
+    RLTrainer(small(data={"dataset": str(data)}, train={"steps": 1, "save_steps": 1})).train()
+    data.write_text("".join(rows[1:51]), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="not those of the checkpoint"):
+        RLTrainer(small(data={"dataset": str(data)}, train={"resume_from": "auto"})).train()
+
+
+def raising(completion: str, **row: Any) -> float:
+    raise ZeroDivisionError("a defect of the user's")
+
+
+def test_a_defective_reward_stops_the_run_and_names_itself(small: Small) -> None:
+    with pytest.raises(RewardError, match=r"raising.*ZeroDivisionError"):
+        RLTrainer(small(), rewards=[raising]).train()
+
+
+def test_what_was_learned_is_saved_before_an_error_ends_the_run(small: Small) -> None:
+    calls = []
+
+    def fails_later(completion: str) -> float:
+        calls.append(completion)
+        return 0.0 if len(calls) < 100 else float("nan")
+
+    config = small(train={"steps": 50})
+    with pytest.raises(RewardError, match="fails_later"):
+        RLTrainer(config, rewards=[fails_later]).train()
+    done = len(lines(Path(config.train.output_dir) / "metrics.jsonl"))
+    assert (Path(config.train.output_dir) / "checkpoints" / f"step_{done}" / "COMPLETE").exists()
+
+
+def test_an_outage_stops_the_run(small: Small) -> None:
+    def down(completion: str) -> float:
+        raise SkipSample("the judge is unreachable")
+
+    with pytest.raises(OutageError, match=r"down.*the judge is unreachable"):
+        RLTrainer(small(train={"steps": 9, "eval_samples": 1}), rewards=[down]).train()
+
+
+def test_without_an_informative_group_there_is_no_step(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
+    def same(completion: str) -> float:
+        return 1.0
+
+    config = small(rewards={"correct": {"fn": "exact", "args": {"field": "answer"}, "weight": 0.0}}, train={"steps": 1})
+    final = RLTrainer(config, rewards=[same]).train()
+    assert final is not None
+    before = load_file(ROOT / "src/palingenesis/rl/policy/builtin/tiny/model.safetensors")
+    after = load_file(final / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert "no optimizer step" in capsys.readouterr().out
+    (line,) = lines(Path(config.train.output_dir) / "metrics.jsonl")
+    assert line["groups/zero_variance"] == 1.0
+    assert "grad_norm" not in line
+
+
+def test_retired_prompts_end_the_run(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "easy.jsonl"
+    data.write_text('{"prompt": "1 + 1 = ?", "answer": "2"}\n' * 3, encoding="utf-8")
+
+    def always(completion: str) -> float:
+        return 1.0
+
+    config = small(data={"dataset": str(data), "retire_above": 0.9}, train={"steps": 9})
+    RLTrainer(config, rewards=[always]).train()
+    assert "every prompt is retired" in capsys.readouterr().out
+
+
+def test_a_run_without_rewards_is_refused(small: Small) -> None:
+    config = small()
+    config.rewards.clear()
+    with pytest.raises(ConfigError, match="rewards: there is none"):
+        RLTrainer(config).train()
