@@ -53,12 +53,20 @@ def main() -> None:
         return asyncio.run(wave())
 
     def continuous() -> int:
-        config = GenerationConfig(max_new_tokens=args.tokens, do_sample=True, top_k=0, top_p=1.0, eos_token_id=list(stop), pad_token_id=pad)
+        config = GenerationConfig(
+            max_new_tokens=args.tokens, do_sample=True, top_k=0, top_p=1.0, eos_token_id=list(stop), pad_token_id=pad
+        )
         batching = ContinuousBatchingConfig(
-            return_logprobs=True, allow_block_sharing=False, num_blocks=2 * len(prompts), max_batch_tokens=max(1024, 2 * len(prompts))
+            return_logprobs=True,
+            allow_block_sharing=False,
+            num_blocks=2 * len(prompts),
+            max_batch_tokens=max(1024, 2 * len(prompts)),
         )
         done = policy.model.generate_batch(
-            [list(p) for p in prompts], generation_config=config, continuous_batching_config=batching, progress_bar=False
+            [list(p) for p in prompts],
+            generation_config=config,
+            continuous_batching_config=batching,
+            progress_bar=False,
         )
         return sum(len(output.generated_tokens) for output in done.values())
 

@@ -24,8 +24,10 @@ from transformers import AutoModelForCausalLM
 from palingenesis.rl import RLConfig, RLTrainer
 
 CONFIG = Path(__file__).parents[1] / "configs" / "rl_smollm2.yaml"
-CURVE = ("reward", "rewards/correct", "rewards/format", "groups/zero_variance", "grad_norm", "length/mean", "truncated",
-         "policy/abs_ratio_dev", "policy/mismatch_k3", "policy/entropy", "tokens/s", "time/rollout", "time/train", "mfu")  # fmt: skip
+CURVE = (
+    *("reward", "rewards/correct", "rewards/format", "groups/zero_variance", "grad_norm", "length/mean", "truncated"),
+    *("policy/abs_ratio_dev", "policy/mismatch_k3", "policy/entropy", "tokens/s", "time/rollout", "time/train", "mfu"),
+)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -51,7 +53,9 @@ def main() -> None:
             "seconds": round(seconds, 1),
             "export_parameters": sum(p.numel() for p in model.parameters()),
             "export_finite": all(bool(torch.isfinite(p).all()) for p in model.parameters()),
-            "eval": [{key: e[key] for key in ("step", "rows", "reward", "rewards/correct", "truncated")} for e in evals],
+            "eval": [
+                {key: e[key] for key in ("step", "rows", "reward", "rewards/correct", "truncated")} for e in evals
+            ],
             "steps": rounded,
         },
     )

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from palingenesis import __version__
-from palingenesis.rl.errors import PalingenesisError, StopRun, UsageError
+from palingenesis.rl.errors import UsageError
+from palingenesis.rl.observe.exits import exit_code
 
 Command = Callable[[argparse.Namespace, list[str]], None]
 
@@ -30,29 +31,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a command; returns its exit code. The one place that turns exceptions into messages."""
-    try:
+    """Run a command; returns its exit code."""
+
+    def work() -> None:
         command, args, overrides = _parse(list(argv))
         command(args, overrides)
-    except SystemExit as stop:  # argparse: help, version, usage
-        return int(stop.code or 0)
-    except StopRun as stop:
-        _say(f"{stop}.")
-        return stop.exit_code
-    except PalingenesisError as error:
-        _say(f"error: {error}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        _say("interrupted.")
-        return 130
-    except BrokenPipeError:  # the reader of our output (`| head`) has seen enough
-        sys.stderr.close()
-        return 0
-    return 0
 
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return exit_code(work)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -89,7 +74,7 @@ def _score_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _data_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--show", type=int, default=3, metavar="N", help="rows to show (default 3)")
+    parser.add_argument("--show", type=int, metavar="N", help="rows to show (default 3; with --json all)")
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     parser.add_argument("--tokens", action="store_true", help="count tokens (loads the policy's tokenizer)")
 

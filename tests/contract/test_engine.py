@@ -81,7 +81,9 @@ def test_one_logprob_and_one_version_a_token(case: Case) -> None:
 
 
 def test_a_turn_ends_with_its_stop_token_or_at_its_budget(case: Case) -> None:
-    long, short = case.generate((case.prompts[0], case.params(seed=1)), (case.prompts[0], case.params(max_new_tokens=2)))
+    long, short = case.generate(
+        (case.prompts[0], case.params(seed=1)), (case.prompts[0], case.params(max_new_tokens=2))
+    )
     assert long.finish is Finish.STOP
     assert long.token_ids[-1] == case.stop
     assert case.stop not in long.token_ids[:-1]
@@ -129,7 +131,9 @@ def test_it_works_again_after_sleeping(case: Case) -> None:
 # What only the embedded engine can promise.
 
 
-def trainer_logprobs(policy: Policy, prompt: tuple[int, ...], answer: tuple[int, ...], temperature: float) -> torch.Tensor:
+def trainer_logprobs(
+    policy: Policy, prompt: tuple[int, ...], answer: tuple[int, ...], temperature: float
+) -> torch.Tensor:
     ids = torch.tensor([[*prompt, *answer]])
     with torch.no_grad():
         hidden = policy.hidden_states(ids, torch.ones_like(ids))[0, len(prompt) - 1 : -1]

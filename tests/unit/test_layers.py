@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "palingenesis"
 LAYERS = {
     "errors": 0,
     "types": 0,
-    "plugins": 0,
+    "plugins": 0.5,
     "config": 1,
     "observe": 1,
     "data": 2,
@@ -76,7 +76,9 @@ def own_parts(path: Path) -> set[str]:
     for name in imports(path):
         pieces = name.split(".")
         if pieces[0] == "palingenesis":
-            found.add(pieces[2] if pieces[1:2] == ["rl"] and len(pieces) > 2 else (pieces[1] if len(pieces) > 1 else ""))
+            found.add(
+                pieces[2] if pieces[1:2] == ["rl"] and len(pieces) > 2 else (pieces[1] if len(pieces) > 1 else "")
+            )
     return found - {"", "rl"}
 
 

@@ -60,7 +60,7 @@ class CheckpointError(PalingenesisError):
     """A checkpoint is missing, damaged, or of another run."""
 
 
-class SkipSample(Exception):  # noqa: N818 - the public name users raise
+class SkipSample(Exception):
     """Raise from a reward, tool or environment when a sample cannot be scored for reasons that are not the policy's fault.
 
     The rollout leaves the loss, the group's baseline and the batch's standard deviation; it is counted in `skipped`, and

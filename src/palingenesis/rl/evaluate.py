@@ -28,7 +28,8 @@ def evaluate(config: RLConfig, policy: str, samples: int = 1) -> dict[str, Any]:
         samples: rollouts of each row; more than one need `train.eval_temperature` above 0.
 
     Returns:
-        `{"policy", "rows", "samples", "temperature", "reward", "rewards/<name>", "truncated", "skipped", "pass@k": {k: share}}`.
+        `{"policy", "samples", "temperature", "rows", "reward", "rewards/<name>", "truncated", "skipped", "pass@k"}`;
+        the last maps k to the share.
 
     Raises:
         UsageError: samples that would all be equal. DataError: no held-out rows.
@@ -51,8 +52,8 @@ def evaluate(config: RLConfig, policy: str, samples: int = 1) -> dict[str, Any]:
         finally:
             parts.engine.close()
     finally:
+        producer.run(rewards.aclose())
         producer.close()
-        rewards.close()
     summary = eval_metrics([rollout for group in groups for rollout in group])
     return {
         "policy": policy,

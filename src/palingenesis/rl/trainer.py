@@ -17,18 +17,20 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from palingenesis.rl.config import RLConfig, check, unused_on_hf
 from palingenesis.rl.data import RowSet, Sampler
 from palingenesis.rl.data import build as build_rows
-from palingenesis.rl.errors import ConfigError, StopRun
+from palingenesis.rl.errors import ConfigError, StopRun, UsageError
 from palingenesis.rl.observe.clock import Clock
+from palingenesis.rl.observe.exits import exit_code
 from palingenesis.rl.observe.log import Log
 from palingenesis.rl.observe.metrics import batch_metrics, eval_metrics
 from palingenesis.rl.observe.records import RunFiles, set_aside_old_run, write_rollouts
@@ -125,8 +127,8 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.engine.close()
+        self.producer.run(self.rewards.aclose())
         self.producer.close()
-        self.rewards.close()
         self.log.close()
         self.files.close()
 
@@ -232,7 +234,9 @@ def build(config: RLConfig, functions: Sequence[Reward] = ()) -> Run:
     rewards = RewardSet.from_config(config.rewards, functions)
     try:
         if not rewards.names:
-            raise ConfigError("rewards: there is none; add one to the config, such as `rewards: {correct: {fn: math}}`.")
+            raise ConfigError(
+                "rewards: there is none; add one to the config, such as `rewards: {correct: {fn: math}}`."
+            )
         return _build(config, rewards)
     except BaseException:
         rewards.close()
@@ -311,9 +315,7 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
     path = policy_path(source)
     tokenizer = load_tokenizer(path)
     template = ChatTemplate(tokenizer, config.model.chat_template_kwargs)
-    budget = Budget(
-        config.rollout.max_new_tokens, config.rollout.max_completion_tokens, config.rollout.max_model_len
-    )
+    budget = Budget(config.rollout.max_new_tokens, config.rollout.max_completion_tokens, config.rollout.max_model_len)
     rows = load_rows(config, rewards, template)
 
     import torch
@@ -431,7 +433,9 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
+    )
     if git.returncode == 0:
         found["git"] = git.stdout.strip()
     return found
@@ -469,13 +473,16 @@ class Interrupts:
             raise StopRun(f"stopped by {self.received.name}")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """`python -m palingenesis.rl.trainer --config C [--section.option value ...]`, as torchrun starts it."""
-    import sys
+    tokens = list(sys.argv[1:] if argv is None else argv)
 
-    from palingenesis.cli import run
+    def work() -> None:
+        if len(tokens) < 2 or tokens[0] != "--config":
+            raise UsageError("usage: python -m palingenesis.rl.trainer --config FILE [--section.option value ...]")
+        RLTrainer(RLConfig.from_yaml(tokens[1], tokens[2:])).train()
 
-    sys.exit(run(["rl", *sys.argv[1:]]))
+    sys.exit(exit_code(work))
 
 
 if __name__ == "__main__":

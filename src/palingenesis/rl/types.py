@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
+# Rewards that differ by less than this share of the larger are equal: 0.1 + 0.2 is not 0.3 in binary.
+EQUAL_WITHIN = 1e-12
+
 
 class Finish(StrEnum):
     """Why a rollout ended."""
@@ -201,6 +204,7 @@ class Sample:
     completion: str
     reasoning: str
     raw: str
+    reasoning_open: bool = False
     finish_reason: str = "stop"
     completion_ids: tuple[int, ...] = ()
     env: Any = None
@@ -249,8 +253,12 @@ class Group:
 
     @property
     def informative(self) -> bool:
-        """At least two scored rollouts whose rewards differ: the group carries a gradient."""
-        return len(set(self.scored_rewards)) > 1
+        """At least two scored rollouts whose rewards differ, by more than rounding: the group carries a gradient."""
+        rewards = self.scored_rewards
+        if len(rewards) < 2:
+            return False
+        low, high = min(rewards), max(rewards)
+        return high - low > EQUAL_WITHIN * max(abs(low), abs(high))
 
 
 @dataclass(frozen=True, slots=True)

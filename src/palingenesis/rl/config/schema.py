@@ -255,12 +255,16 @@ class SandboxConfig(Options):
     """How the pods are reached: `in_cluster`, `gateway:<name>` or `url:<router>`."""
 
 
+LOSSES = ("masked_is", "cispo", "icepop", "gspo")
+
+
 class LossConfig(Options):
     """The objective."""
 
-    type: Literal["masked_is", "cispo", "icepop", "gspo"] = "masked_is"
+    type: Annotated[str, AfterValidator(lambda value: _known_or_import("loss", LOSSES, value))] = "masked_is"
     """Policy gradient weighted by the importance ratio between trainer and sampler: masked outside the clip range
-    (`masked_is`), capped (`cispo`), kept inside a band (`icepop`), or one ratio a rollout (`gspo`)."""
+    (`masked_is`), capped (`cispo`), kept inside a band (`icepop`), one ratio a rollout (`gspo`), or a class of your own:
+    `module:Name` or `path/file.py:Name`."""
     eps_low: BelowOne = 0.2
     """`masked_is`: a token with negative advantage has no gradient once its ratio is below 1 - this."""
     eps_high: NonNegative = 0.28

@@ -80,7 +80,7 @@ class _Head:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """z [rows, V] in the wide dtype, a fresh tensor that may be overwritten."""
-        z = _product(hidden, weight)
+        z = wide_product(hidden, weight)
         if bias is not None:
             z.add_(bias)
         if self.scale != 1.0:
@@ -172,8 +172,8 @@ def _widened(weight: Tensor) -> list[slice]:
     return _slices(weight.shape[0], WIDEN_ROWS)
 
 
-def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """h Wᵀ [rows, V] in the wide dtype."""
+def wide_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """h Wᵀ [rows, V] in float32 (float64 for float64), also of half-precision operands."""
     if _has_wide_product(hidden):
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     wide = _wide(hidden.dtype)

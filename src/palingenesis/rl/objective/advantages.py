@@ -20,9 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Rewards of a group that differ by less than this share of the largest are equal: three rewards of 0.1 have a mean that
-# is not 0.1 in binary, and a std of rounding errors would turn them into advantages of ±1.
-EQUAL_WITHIN = 1e-12
+from palingenesis.rl.types import EQUAL_WITHIN
 
 
 def centre(reward: Tensor, group: Tensor) -> Tensor:

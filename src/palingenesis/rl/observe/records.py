@@ -91,7 +91,10 @@ def _lines(path: Path) -> Iterable[str]:
 
 
 def write_rollouts(
-    folder: Path, batch: ScoredBatch, advantages: Mapping[tuple[int, int], float], mask_reasons: Mapping[tuple[int, int], str]
+    folder: Path,
+    batch: ScoredBatch,
+    advantages: Mapping[tuple[int, int], float],
+    mask_reasons: Mapping[tuple[int, int], str],
 ) -> Path:
     """Write `rollouts/step_<n>.jsonl`.
 

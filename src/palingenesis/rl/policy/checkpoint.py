@@ -80,7 +80,9 @@ def find(resume_from: str, output_dir: Path) -> Checkpoint | None:
         return complete[-1] if complete else None
     folder = Path(resume_from)
     if not folder.is_dir():
-        raise CheckpointError(f"train.resume_from: there is no folder {folder}. Use a checkpoints/step_<n> folder or auto.")
+        raise CheckpointError(
+            f"train.resume_from: there is no folder {folder}. Use a checkpoints/step_<n> folder or auto."
+        )
     if not (folder / MARKER).exists():
         inside = _complete(folder / "checkpoints")
         hint = f" Did you mean {inside[-1].folder}?" if inside else " It was cut off while saving, or is no checkpoint."

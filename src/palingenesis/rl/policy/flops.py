@@ -27,4 +27,4 @@ def flops_per_token(model: Any) -> float:
     parameters = sum(p.numel() for p in model.parameters())
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
-    return 6.0 * (parameters - (0 if tied else embedding.numel()))
+    return 6.0 * float(parameters - (0 if tied else embedding.numel()))

@@ -70,7 +70,12 @@ class Policy:
 
 
 def load_policy(
-    name: str, *, device: torch.device, dtype: torch.dtype, attention: str = "auto", gradient_checkpointing: bool = False
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str = "auto",
+    gradient_checkpointing: bool = False,
 ) -> tuple[Policy, dict[str, torch.Tensor]]:
     """Load a checkpoint in float32, keep those values as masters, and give the model its compute dtype.
 
@@ -126,7 +131,9 @@ def check_head(policy: Policy) -> None:
     """
     head = policy.head
     if head is None or not hasattr(head, "weight"):
-        raise ModelError(f"model.policy: {type(policy.model).__name__} has no linear output head to take log-probs from.")
+        raise ModelError(
+            f"model.policy: {type(policy.model).__name__} has no linear output head to take log-probs from."
+        )
     size = int(head.weight.shape[0])
     ids = (torch.arange(1, 9, device=policy.device) % size).unsqueeze(0)
     mask = torch.ones_like(ids)

@@ -216,6 +216,7 @@ def _sample(row: Row, last: Message, values: Mapping[str, Any]) -> Sample:
         completion=completion,
         reasoning=reasoning,
         raw=raw,
+        reasoning_open=row.reasoning_open and not last.reasoning,
         finish_reason=finish if isinstance(finish, str) else "stop",
         completion_ids=tuple(ids) if isinstance(ids, (list, tuple)) else (),
     )

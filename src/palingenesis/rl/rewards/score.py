@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from palingenesis.rl.data import check_verifiers
 from palingenesis.rl.errors import ConfigError, DataError, SkipSample
-from palingenesis.rl.plugins import nearest
 from palingenesis.rl.rewards.bind import BoundReward, Cell, bind, clock, gather, where
 from palingenesis.rl.rewards.threads import Threads
 from palingenesis.rl.types import Outcome, Row, Sample, Score
@@ -145,14 +145,8 @@ class RewardSet:
     def check(self, rows: Sequence[Row]) -> None:
         """Raise DataError for an unknown `verifier` name or a missing reference column, RewardError for an argument
         that no row has."""
+        check_verifiers(rows, self.rewards)
         for row in rows:
-            for name in row.verifier:
-                if name not in self.rewards:
-                    known = ", ".join(self.rewards) or "none"
-                    raise DataError(
-                        f"{where(row)}: column 'verifier' names {name!r}{nearest(name, self.rewards)}; the config's "
-                        f"rewards are: {known}."
-                    )
             for reward in self._of(row):
                 reward.check_columns(row)
 

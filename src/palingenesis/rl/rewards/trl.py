@@ -127,12 +127,7 @@ def _completion(sample: Sample) -> list[dict[str, Any]]:
 
 def _with_opening(sample: Sample) -> str:
     """The raw text, with the `<think>` that the prompt had opened."""
-    raw, close = sample.raw, sample.raw.find("</think>")
-    if close >= 0:
-        opened = "<think>" not in raw[:close]
-    else:  # never closed: all of it is reasoning
-        opened = "<think>" not in raw and bool(sample.reasoning) and not sample.completion
-    return f"<think>\n{raw}" if opened or (sample.row.reasoning_open and close < 0 and "<think>" not in raw) else raw
+    return f"<think>\n{sample.raw}" if sample.reasoning_open else sample.raw
 
 
 # ---------------------------------------------------------------------------------------------------- worker side

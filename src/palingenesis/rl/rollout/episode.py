@@ -18,6 +18,7 @@ from palingenesis.rl.chat.template import ChatTemplate, RenderedPrompt
 from palingenesis.rl.rollout.budget import Budget
 from palingenesis.rl.types import Engine, Finish, Message, Row, SamplingParams, Segment, Trajectory
 
+
 def request_seed(*key: object) -> int:
     """A 63-bit seed that is a function of what is sampled (run seed, group, rollout, turn) and of nothing else."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()

@@ -22,6 +22,7 @@ def sample_of(trajectory: Trajectory) -> Sample:
         completion=trajectory.completion,
         reasoning=trajectory.reasoning,
         raw=trajectory.raw,
+        reasoning_open=trajectory.reasoning_open,
         finish_reason="length" if trajectory.finish.is_truncated else "stop",
         completion_ids=trajectory.completion_ids,
     )
