@@ -153,7 +153,6 @@ CHOICES: dict[str, list[str]] = {
     "rollout.backend": ["vllm", "hf"],
     "rewards.style": ["plain", "trl"],
     "sandbox.backend": ["docker", "bubblewrap", "agent_sandbox", "subprocess"],
-    "loss.type": ["masked_is", "cispo", "icepop", "gspo"],
     "loss.advantage_std": ["batch", "group", "none"],
     "loss.aggregation": ["prompt", "token", "constant"],
     "loss.truncation": ["score", "mask"],

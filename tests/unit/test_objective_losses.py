@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from palingenesis.rl.config import LossConfig
 from palingenesis.rl.errors import ConfigError
 from palingenesis.rl.objective import LOSSES, STATISTICS, Surrogate, build_loss, policy_metrics, surrogate
 from palingenesis.rl.objective.losses import Loss
@@ -213,3 +214,20 @@ def test_a_users_loss_is_one_class_in_a_file(tmp_path: Path) -> None:
     assert loss.level == "token"
     with pytest.raises(ConfigError, match=r"loss\.type.*did you mean 'gspo'"):
         build_loss(options().model_copy(update={"type": "gspoo"}))
+
+
+def test_a_loss_of_the_users_own_is_one_class_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "my_losses.py"
+    file.write_text(
+        "import torch\n"
+        "class Reinforce:\n"
+        "    level = 'token'\n"
+        "    def __init__(self, options): self.cap = options.is_cap\n"
+        "    def __call__(self, logp, mu, advantage):\n"
+        "        return advantage * self.cap, torch.zeros_like(advantage, dtype=torch.bool)\n",
+        encoding="utf-8",
+    )
+    loss = build_loss(LossConfig(type=f"{file}:Reinforce", is_cap=2.0))
+    coefficient, clipped = loss(torch.zeros(2), torch.zeros(2), torch.tensor([1.0, -1.0]))
+    assert coefficient.tolist() == [2.0, -2.0]
+    assert not clipped.any()

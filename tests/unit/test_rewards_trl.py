@@ -31,7 +31,9 @@ def rows_and_samples(count: int = 100) -> list[Sample]:
             f"r{number}", (Message("user", f"q{number}"),), {"solution": solution, "level": number}, ("prompt", "q")
         )
         ids = tuple(n % (2 + number % 7) for n in range(number))
-        samples.append(Sample(row, (*row.messages, Message("assistant", raw)), raw, "", raw, completion_ids=ids))
+        opened = "</think>" in raw and "<think>" not in raw
+        messages = (*row.messages, Message("assistant", raw))
+        samples.append(Sample(row, messages, raw, "", raw, completion_ids=ids, reasoning_open=opened))
     return samples
 
 
@@ -44,8 +46,8 @@ def direct(samples: list[Sample]) -> dict[str, list[float | None]]:
 
     completions = []
     for sample in samples:
-        opened = "</think>" in sample.raw and "<think>" not in sample.raw
-        completions.append([{"role": "assistant", "content": "<think>\n" * opened + sample.raw}])
+        content = "<think>\n" * sample.reasoning_open + sample.raw
+        completions.append([{"role": "assistant", "content": content}])
     given = {
         "prompts": [[m.to_dict() for m in s.row.messages] for s in samples],
         "completions": completions,
@@ -157,7 +159,7 @@ def test_shapes_async_and_own_column(file: str) -> None:
 
 def test_the_opened_block_is_restored_when_it_was_never_closed(file: str) -> None:
     row = Row("1", (Message("user", "q0"),), {"solution": "1", "level": 0}, ("prompt", "q0"))
-    cut = Sample(row, row.messages, "", "still thinking", "still thinking", "length")
+    cut = Sample(row, row.messages, "", "still thinking", "still thinking", "length", reasoning_open=True)
     plain = Sample(row, row.messages, "an answer", "", "an answer")
     assert [s.reward for s in run(file, "shapes", [cut, plain])] == [1.0, 0.0]
 

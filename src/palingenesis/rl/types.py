@@ -204,11 +204,11 @@ class Sample:
     completion: str
     reasoning: str
     raw: str
-    reasoning_open: bool = False
     finish_reason: str = "stop"
     completion_ids: tuple[int, ...] = ()
     env: Any = None
     sandbox: Any = None
+    reasoning_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from palingenesis.rl.config.builtin_rewards import BUILTIN_REWARDS
 from palingenesis.rl.config.not_built import NOT_BUILT
-from palingenesis.rl.config.schema import RLConfig
+from palingenesis.rl.config.schema import LOSSES, RLConfig
 from palingenesis.rl.config.values import OptionError, show
 
 
@@ -65,7 +65,8 @@ def _env_class(c: RLConfig) -> bool:
 
 
 def _loss(*types: str) -> Callable[[RLConfig], bool]:
-    return lambda c: c.loss.type in types
+    """A loss of the user's own may read any option of its section."""
+    return lambda c: c.loss.type in types or c.loss.type not in LOSSES
 
 
 def _sandbox(*backends: str) -> Callable[[RLConfig], bool]:

@@ -167,7 +167,7 @@ def check_verifiers(rows: Iterable[Row], known: Iterable[str]) -> None:
         for name in row.verifier:
             if name not in names:
                 raise DataError(
-                    f"{row.source}: column 'verifier' names the reward {name!r}, which the config has not"
+                    f"{row.source or f'row {row.id}'}: column 'verifier' names {name!r}, which is no reward of the config"
                     f"{nearest(name, sorted(names))}; rewards: {', '.join(sorted(names)) or 'none'}."
                 )
 
