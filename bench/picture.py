@@ -21,7 +21,7 @@ from typing import Any
 
 WIDTH, HEIGHT = 760, 300
 LEFT, RIGHT, TOP, BOTTOM = 58, 28, 44, 46  # margins around the plot, in pixels
-LINE, POINT, TEXT, GRID = "#2f7ed8", "#d9742b", "#7a828c", "#8b949e"
+LINE, POINT, TEXT, GRID = "#3b86dd", "#d9742b", "#7a828c", "#8b949e"
 FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 SMOOTH = 12  # the moving average spans a twelfth of the run
 APART = 34  # pixels between the values written at held-out points; a closer one stays without
@@ -56,12 +56,11 @@ def series(lines: Sequence[dict[str, Any]], name: str) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """A centred moving average; near the ends the window shrinks on both sides, so that it leans neither way."""
+    """A centred moving average; at the ends, over the half of the window that is there."""
     reach = max(1, round(len(points) / SMOOTH / 2))
     out = []
     for place, (step, _) in enumerate(points):
-        half = min(reach, place, len(points) - 1 - place)
-        window = [value for _, value in points[place - half : place + half + 1]]
+        window = [value for _, value in points[max(0, place - reach) : place + reach + 1]]
         out.append((step, sum(window) / len(window)))
     return out
 
@@ -136,11 +135,11 @@ def held_out_points(points: Sequence[Point], x: Axis, y: Axis) -> list[str]:
 def legend(held_out: str) -> list[str]:
     out = [
         f'<line x1="{LEFT}" x2="{LEFT + 22}" y1="18" y2="18" stroke="{LINE}" stroke-width="2.5"/>',
-        text(LEFT + 30, 22, "sampled reward a step, smoothed over the thin line"),
+        text(LEFT + 30, 22, "sampled reward: each step, and smoothed"),
     ]
     if held_out:
-        out.append(f'<circle cx="{LEFT + 352}" cy="18" r="4.5" fill="{POINT}"/>')
-        out.append(text(LEFT + 364, 22, held_out))
+        out.append(f'<circle cx="{LEFT + 300}" cy="18" r="4.5" fill="{POINT}"/>')
+        out.append(text(LEFT + 312, 22, held_out))
     return out
 
 
@@ -164,7 +163,7 @@ def picture(metrics: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]], 
         f"<title>{escape(f'Reward over {len(sampled)} steps{end}')}</title>",
         *legend(label if points else ""),
         *grid(x, y),
-        line(sampled, x, y, f'stroke="{LINE}" stroke-width="1" stroke-opacity="0.45"'),
+        line(sampled, x, y, f'stroke="{LINE}" stroke-width="1" stroke-opacity="0.5"'),
         line(smoothed(sampled), x, y, f'stroke="{LINE}" stroke-width="2.5"'),
         *(held_out_points(points, x, y) if points else []),
         "</svg>",

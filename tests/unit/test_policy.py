@@ -1,0 +1,253 @@
+"""The policy half: loading, masters, micro-batches, schedules, the step, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palingenesis.rl.chat.template import load_tokenizer
+from palingenesis.rl.config import LossConfig, TrainConfig
+from palingenesis.rl.errors import CheckpointError, ConfigError, ModelError
+from palingenesis.rl.policy import checkpoint
+from palingenesis.rl.policy.masters import Masters
+from palingenesis.rl.policy.microbatch import microbatches
+from palingenesis.rl.policy.model import Policy, load_policy, policy_path
+from palingenesis.rl.policy.optim import build_optimizer, schedule
+from palingenesis.rl.policy.step import PolicyStep
+from palingenesis.rl.types import (
+    Finish,
+    Group,
+    Message,
+    Outcome,
+    Rollout,
+    Row,
+    Score,
+    ScoredBatch,
+    Segment,
+    Trajectory,
+)
+
+CPU = torch.device("cpu")
+
+
+def tiny(dtype: torch.dtype = torch.float32) -> tuple[Policy, Masters]:
+    policy, values = load_policy("builtin:tiny", device=CPU, dtype=dtype)
+    return policy, Masters(policy.model, values)
+
+
+def logprobs(policy: Policy, prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = policy.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits, -1)[torch.arange(len(answer)), list(answer)]
+
+
+def batch(policy: Policy, groups: int = 3, size: int = 4, noise: float = 0.05) -> ScoredBatch:
+    """Random tokens of ragged lengths; the sampler's log-probs are the policy's but for `noise`. Odd rollouts score 1."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(low: int, high: int) -> tuple[int, ...]:
+        length = int(torch.randint(low, high, (1,), generator=generator))
+        return tuple(torch.randint(3, 200, (length,), generator=generator).tolist())
+
+    made = []
+    for number in range(groups):
+        row = Row(f"r{number}", (Message("user", "q"),), {})
+        prompt = Segment("prompt", ids(4, 20), "", sampled=False)
+        rollouts = []
+        for index in range(size):
+            answer = ids(1, 17)
+            mu = logprobs(policy, prompt.token_ids, answer)
+            mu = mu + noise * torch.randn(len(answer), generator=generator)
+            turn = Segment("assistant", answer, "", True, tuple(mu.tolist()), (0,) * len(answer))
+            reward = float(index % 2)
+            score = Score({"r": reward}, reward, Outcome.SCORED)
+            rollouts.append(Rollout(Trajectory(row, (prompt, turn), (), "", "", "", Finish.STOP), score, index))
+        made.append(Group(row, tuple(rollouts), number))
+    return ScoredBatch(1, tuple(made))
+
+
+def step(policy: Policy, masters: Masters, loss: LossConfig | None = None, **train: object) -> PolicyStep:
+    options = TrainConfig(**({"learning_rate": 1e-3, "warmup_steps": 0, "max_grad_norm": 1e9} | train))
+    return PolicyStep(
+        policy, masters, loss or LossConfig(seq_mask=0), options, temperature=1.0, max_completion_tokens=16
+    )
+
+
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in policy.model.state_dict().items()}
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 500))
+def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    cuts = microbatches(lengths, budget)
+    assert sorted(i for cut in cuts for i in cut) == list(range(len(lengths)))
+    for cut in cuts:
+        assert len(cut) == 1 or len(cut) * max(lengths[i] for i in cut) <= budget
+
+
+@pytest.mark.parametrize("loss", ["masked_is", "cispo", "icepop", "gspo"])
+def test_the_step_does_not_depend_on_micro_tokens(loss: str) -> None:
+    """Through the real model and optimizer: gradient norm, metrics and weights."""
+    results = []
+    for micro_tokens in (1, 70, 10_000):
+        policy, masters = tiny()
+        result = step(policy, masters, LossConfig(type=loss, seq_mask=0), micro_tokens=micro_tokens).run(batch(policy))
+        results.append((result, weights(policy)))
+    (one, w_one), *others = results
+    assert one.metrics["grad_norm"] > 0
+    for other, w_other in others:
+        assert other.metrics == pytest.approx(one.metrics, rel=1e-4, abs=1e-7)
+        assert other.advantages == one.advantages
+        # AdamW's first step is lr * sign(g): where g is rounding noise its sign is too, hence not every weight.
+        close = [torch.isclose(w_one[n], w_other[n], atol=1e-5) for n in w_one]
+        assert sum(int(c.sum()) for c in close) > 0.999 * sum(c.numel() for c in close)
+
+
+def test_the_policy_prefers_what_was_rewarded() -> None:
+    policy, masters = tiny()
+    trained = batch(policy, noise=0.0)
+    rollouts = [r for g in trained.groups for r in g.rollouts]
+
+    def sums() -> list[float]:
+        pairs = [[segment.token_ids for segment in r.trajectory.segments] for r in rollouts]
+        return [float(logprobs(policy, prompt, answer).sum()) for prompt, answer in pairs]
+
+    before = sums()
+    step(policy, masters, LossConfig(aggregation="token"), learning_rate=1e-6).run(trained)
+    gained = [after - b for after, b in zip(sums(), before, strict=True)]
+    assert sum(gained[1::2]) > sum(gained[0::2])
+
+
+def test_an_empty_batch_changes_nothing() -> None:
+    policy, masters = tiny()
+    before = weights(policy)
+    result = step(policy, masters).run(ScoredBatch(1, ()))
+    assert not result.stepped
+    assert all(torch.equal(before[n], value) for n, value in weights(policy).items())
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight() -> None:
+    policy, masters = tiny()
+    worker = step(policy, masters)
+    first = next(policy.model.parameters())
+    first.register_hook(lambda gradient: gradient * float("nan"))
+    before = weights(policy)
+    with pytest.raises(ModelError, match="gradient of step 1 is not finite"):
+        worker.run(batch(policy))
+    assert all(torch.equal(before[n], value) for n, value in weights(policy).items())
+
+
+def test_masters_of_a_bf16_model_are_float32_and_exact() -> None:
+    policy, masters = tiny(torch.bfloat16)
+    assert policy.model.dtype == torch.bfloat16
+    assert {p.dtype for p in masters.parameters()} == {torch.float32}
+    worker = step(policy, masters, learning_rate=1e-6)
+    before = {name: value.clone() for name, value in masters.named_values()}
+    worker.run(batch(policy))
+    moved = [float((value - before[name]).abs().max()) for name, value in masters.named_values()]
+    assert all(0 < m < 2e-6 for m in moved), "updates of 1e-6 survive in float32"
+    for name, (param, master) in masters.pairs.items():
+        assert torch.equal(param, master.bfloat16()), name
+        assert param.grad is None, name
+
+
+def test_gradients_of_micro_batches_sum_in_float32() -> None:
+    _, masters = tiny(torch.bfloat16)
+    param, master = next(iter(masters.pairs.values()))
+    for value in (256.0, 1.0, 1.0):  # in bf16, 256 + 1 is 256
+        param.grad = torch.full_like(param, value)
+        masters.collect()
+    assert master.grad is not None
+    assert set(master.grad.flatten().tolist()) == {258.0}
+
+
+def test_learning_rate_schedules() -> None:
+    constant, cosine = schedule("constant", 4, 12), schedule("cosine", 4, 12)
+    assert [constant(k) for k in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert cosine(3) == 1.0
+    assert cosine(8) == pytest.approx(0.5)
+    assert cosine(12) == pytest.approx(0.0)
+    assert schedule("constant", 0, 5)(0) == 1.0
+
+
+def test_weight_decay_spares_vectors() -> None:
+    matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = build_optimizer([matrix, vector], learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.5)
+    for p in (matrix, vector):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert torch.allclose(matrix, torch.full((2, 2), 0.95))
+    assert torch.equal(vector, torch.ones(2))
+
+
+def test_the_export_loads_and_a_tied_head_is_saved_once(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    policy, masters = tiny()
+    tokenizer = load_tokenizer(policy_path("builtin:tiny"))
+    folder = checkpoint.export(tmp_path / "final", policy, masters, tokenizer, torch.float32)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert again.dtype == torch.float32
+    ids = torch.arange(3, 30).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, policy.model(ids).logits)
+
+
+def test_checkpoints_keep_the_newest_and_skip_the_unfinished(tmp_path: Path) -> None:
+    policy, masters = tiny()
+    tokenizer = load_tokenizer(policy_path("builtin:tiny"))
+    worker = step(policy, masters)
+    worker.run(batch(policy))
+    for number in (1, 2, 3):
+        checkpoint.save(
+            tmp_path,
+            number,
+            policy=policy,
+            masters=masters,
+            tokenizer=tokenizer,
+            optimizer=copy.deepcopy(worker.state_dict()),
+            collector={"a": number},
+            keep=2,
+        )
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_3"]
+    (tmp_path / "checkpoints" / "step_3" / "COMPLETE").unlink()
+    found = checkpoint.find("auto", tmp_path)
+    assert found is not None
+    assert found.step == 2
+    assert found.state()["collector"] == {"a": 2}
+    with pytest.raises(CheckpointError, match="no COMPLETE marker"):
+        checkpoint.find(str(tmp_path / "checkpoints" / "step_3"), tmp_path)
+    with pytest.raises(CheckpointError, match=r"Did you mean .*step_2"):
+        checkpoint.find(str(tmp_path), tmp_path)
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        checkpoint.find(str(tmp_path / "nowhere"), tmp_path)
+    assert checkpoint.find("", tmp_path) is None
+    assert checkpoint.find("auto", tmp_path / "elsewhere") is None
+
+
+def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"builtin:tinny.*did you mean 'tiny'"):
+        policy_path("builtin:tinny")
+    with pytest.raises(ModelError, match="cannot load"):
+        load_policy(str(tmp_path), device=CPU, dtype=torch.float32)
+
+
+def test_a_head_that_is_more_than_a_matrix_product_is_refused(tmp_path: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    small = Gemma2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=16, final_logit_softcapping=0.5,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(small)
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="more than one matrix product"):
+        load_policy(str(tmp_path), device=CPU, dtype=torch.float32)
