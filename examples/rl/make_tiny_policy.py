@@ -1,7 +1,7 @@
 """Makes `builtin:tiny`, the packaged policy that the quickstart and the tests train.
 
     byte-level tokenizer + ChatML template     every text has tokens, and the same text back
-    Qwen3 architecture, 1.9 M parameters       head_dim 64 and an even number of KV heads: vLLM loads it unchanged
+    Qwen3 architecture, 1.8 M parameters       head_dim 64 and an even number of KV heads: vLLM loads it unchanged
     supervised addition, completion-only loss  stopped at 0.40 greedy accuracy on the held-out pairs
 
 A policy is wanted that has learned the format and half learned the sums. It answers with a short working, then a box:
