@@ -5,8 +5,8 @@
     pgs rl data --config C [--show N] [--json] [--tokens]          look at the rows
     pgs rl eval --config C [--policy DIR]                          held-out evaluation
 
-Exit codes: 0 done, 1 failed with one message, 2 usage, 75 stopped on a signal after saving. A traceback means a defect
-of ours. Heavy modules are imported by the command that needs them.
+Exit codes: 0 done, 1 failed with one message, 2 usage, 75 stopped on a signal after saving, 130 interrupted. A traceback
+means a defect of ours. Heavy modules are imported by the command that needs them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from palingenesis import __version__
 from palingenesis.rl.errors import UsageError
 from palingenesis.rl.observe.exits import exit_code
+from palingenesis.rl.plugins import nearest
 
 Command = Callable[[argparse.Namespace, list[str]], None]
 
@@ -54,7 +55,10 @@ def _parse(argv: list[str]) -> tuple[Command, argparse.Namespace, list[str]]:
     top.add_argument("area", choices=["rl"], help="rl: reinforcement learning against rewards")
     top.parse_args(argv[:1])
     # By hand: an argparse parser with subcommands would take an override's value for one.
-    name = argv[1] if len(argv) > 1 and argv[1] in SUBCOMMANDS else ""
+    name = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else ""
+    if name and name not in SUBCOMMANDS:
+        known = f"{', '.join(SUBCOMMANDS)}, or none to train"
+        raise UsageError(f"pgs rl has no subcommand {name!r}{nearest(name, SUBCOMMANDS)}; there are {known}")
     command, add_arguments, text = SUBCOMMANDS[name] if name else (_train, _train_arguments, "")
     parser = _Parser(prog=f"pgs rl {name}".strip(), description=text, allow_abbrev=False, add_help=bool(name))
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
@@ -93,11 +97,21 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> Any:
     return RLConfig.from_yaml(args.config, overrides)
 
 
+_HELP = """\
+usage: pgs rl --config FILE [--section.option value ...]     train
+       pgs rl score --config FILE --completions ROWS         score completions offline
+       pgs rl data --config FILE                             look at the rows
+       pgs rl eval --config FILE [--policy DIR]              evaluate on the held-out rows
+       (pgs rl score --help and so on show their own arguments)
+
+"""
+
+
 def _train(args: argparse.Namespace, overrides: list[str]) -> None:
     if args.help:
         from palingenesis.rl.config.docs import help_text
 
-        print(help_text())
+        print(_HELP + help_text())
         return
     config = _config(args, overrides)
     from palingenesis.rl.trainer import RLTrainer
@@ -115,6 +129,8 @@ def _score(args: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _data(args: argparse.Namespace, overrides: list[str]) -> None:
+    if args.show is not None and args.show < 0:
+        raise UsageError(f"--show {args.show}: a number of rows is at least 0")
     config = _config(args, overrides)
     from palingenesis.rl.data.show import show_data
 

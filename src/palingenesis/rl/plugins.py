@@ -55,6 +55,12 @@ def resolve(name: str, builtin: Mapping[str, Any], option: str) -> Any:
         raise ConfigError(f"{option}: {where} has no {attribute!r}{nearest(attribute, public)}.") from None
 
 
+def _importable(folder: Path) -> None:
+    """Let modules of `folder` be imported, after everything that is installed."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 def _load_file(path: Path, option: str) -> ModuleType:
     full = path.expanduser().resolve()
     if not full.is_file():
@@ -65,6 +71,7 @@ def _load_file(path: Path, option: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, full)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{option}: {path} cannot be loaded as Python.")
+    _importable(full.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -78,7 +85,8 @@ def _load_file(path: Path, option: str) -> ModuleType:
 
 
 def _load_module(name: str, option: str) -> ModuleType:
+    _importable(Path.cwd())
     try:
         return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(f"{option}: cannot import {name!r}: {error}") from error
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise ConfigError(f"{option}: cannot import {name!r}: {type(error).__name__}: {error}") from error

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from palingenesis.rl.config import RLConfig, check, unused_on_hf
 from palingenesis.rl.data import RowSet, Sampler
 from palingenesis.rl.data import build as build_rows
-from palingenesis.rl.errors import ConfigError, StopRun, UsageError
+from palingenesis.rl.errors import ConfigError, ModelError, StopRun, UsageError
 from palingenesis.rl.observe.clock import Clock
 from palingenesis.rl.observe.exits import exit_code
 from palingenesis.rl.observe.log import Log
@@ -68,16 +68,14 @@ class RLTrainer:
         with build(self.config, self.rewards) as run, run.saved_on_the_way_out(), Interrupts() as interrupts:
             if run.done == 0:
                 run.evaluate(0, interrupts.check)
+                run.clock.lap()  # the first step is not charged for it
             for step in range(run.done + 1, self.config.train.steps + 1):
                 if run.collector.exhausted:
-                    run.log.say("  every prompt is retired (data.retire_above): the policy has learnt this data set.")
+                    run.log.say("  every prompt is retired (data.retire_above): the policy has learned this data set.")
                     break
                 with run.clock("rollout"):
                     batch = run.producer.run(run.collector.collect(step), interrupts.check)
-                with run.clock("train"):
-                    result = run.policy_step.run(batch)
-                with run.clock("weights"):
-                    run.publish(step)
+                result = run.learn(batch)
                 with run.clock("log"):
                     run.dump(batch, result)
                 if run.is_due(self.config.train.eval_every, step):
@@ -96,6 +94,7 @@ class Run:
 
     Attributes:
         done: whole steps behind us.
+        torn: the weights are in the middle of a step; a checkpoint of them would belong to none.
         boundary: the collector's state after step `done`.
     """
 
@@ -112,6 +111,7 @@ class Run:
     files: RunFiles
     log: Log
     done: int
+    torn: bool = False
     clock: Clock = field(default_factory=Clock)
     boundary: Mapping[str, Any] = field(default_factory=dict)
     evaluated: int = -1
@@ -135,13 +135,23 @@ class Run:
     def is_due(self, every: int, step: int) -> bool:
         return every > 0 and step % every == 0
 
-    def publish(self, step: int) -> None:
-        """Hand the weights of step `step` to the engine; from here on the step is whole."""
+    def learn(self, batch: ScoredBatch) -> Any:
+        """The policy step, and its weights to the engine; at the end the step is whole."""
         from palingenesis.rl.policy.weights import PolicyWeights
 
-        self.engine.load(PolicyWeights(step, self.policy.model))
-        self.boundary = self.collector.state_dict()
-        self.done = step
+        self.torn = True
+        with self.clock("train"):
+            try:
+                result = self.policy_step.run(batch)
+            except ModelError:  # raised before any weight moved
+                self.torn = False
+                raise
+        with self.clock("weights"):
+            self.engine.load(PolicyWeights(batch.step, self.policy.model))
+            self.boundary = self.collector.state_dict()
+            self.done = batch.step
+        self.torn = False
+        return result
 
     def dump(self, batch: ScoredBatch, result: Any) -> None:
         if self.is_due(self.config.logging.dump_trajectories, batch.step):
@@ -177,10 +187,10 @@ class Run:
             sink.record("eval", step, eval_metrics(rollouts))
 
     def save(self) -> Path | None:
-        """Write a resumable checkpoint of the last whole step; None before the first."""
+        """Write a resumable checkpoint of the last whole step; None before the first, and in the middle of one."""
         from palingenesis.rl.policy import checkpoint
 
-        if self.done == 0:
+        if self.done == 0 or self.torn:
             return None
         folder = self.folder / "checkpoints" / f"step_{self.done}"
         if self.saved != self.done:
@@ -206,7 +216,8 @@ class Run:
         except BaseException as error:
             self.log.close()
             folder = self.save()
-            where = f"saved {folder}; continue with --train.resume_from auto" if folder else "no step was done yet"
+            nothing = "the step under way was cut in half and not saved" if self.torn else "nothing to save yet"
+            where = f"saved {folder}; continue with --train.resume_from auto" if folder else nothing
             self.log.say(f"  stopped after step {self.done}: {where}")
             if not isinstance(error, Exception | StopRun):  # a second Ctrl-C
                 raise StopRun(f"interrupted after step {self.done}") from error

@@ -143,7 +143,7 @@ class RolloutConfig(Options):
     """How the policy samples."""
 
     backend: Literal["vllm", "hf"] = "vllm"
-    """Generation engine. Left unset, `hf` (plain transformers) takes vLLM's place where there is no GPU."""
+    """Generation engine: `vllm` (not built yet) or `hf`, plain transformers. Left unset, `hf` takes vLLM's place."""
     batch_prompts: AtLeastOne = 32
     """Prompts a step trains on, over all ranks."""
     group_size: Annotated[Int, Field(ge=2)] = 8

@@ -1,6 +1,6 @@
 """Which prompts come next.
 
-    rows ── epoch e: shuffled by (seed, e) ──> draw(n) ──> ... ──> observe(id, mean reward) retires what is learnt
+    rows ── epoch e: shuffled by (seed, e) ──> draw(n) ──> ... ──> observe(id, mean reward) retires what is learned
 
 Invariants: the order of an epoch is a function of seed and epoch number alone, so a saved state is a few numbers and
 the retired ids; every row that is not retired comes up exactly once an epoch; a restored sampler continues with the
@@ -119,7 +119,7 @@ class Sampler:
         if not self._active:
             raise DataError(
                 f"all {self.retired} prompts are retired: every one reached data.retire_above ({self._retire_above}). "
-                "The policy has learnt this data set: stop here, add harder rows, or raise data.retire_above."
+                "The policy has learned this data set: stop here, add harder rows, or raise data.retire_above."
             )
         while True:
             if self._position == len(self._order):

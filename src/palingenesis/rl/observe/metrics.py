@@ -85,7 +85,7 @@ def relative_timeline(usage: EngineUsage) -> tuple[tuple[float, int], ...]:
 def eval_metrics(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
     """One line of `eval.jsonl`, less step and time."""
     return {
-        "rows": float(len(rollouts)),
+        "rows": len(rollouts),
         **reward_means(rollouts),
         "truncated": mean([float(r.trajectory.finish.is_truncated) for r in rollouts]),
         "skipped": mean([float(not r.score.scored) for r in rollouts]),

@@ -122,7 +122,7 @@ def _with_fate(batch: ScoredBatch) -> Iterable[tuple[Group, bool]]:
 def rollout_line(
     step: int, group: Group, rollout: Rollout, trained: bool, advantage: float | None, mask_reason: str | None
 ) -> dict[str, Any]:
-    """One rollout as it is dumped; the fields are listed in docs/runs.md."""
+    """One rollout as it is dumped; the fields are listed in docs/training.md."""
     trajectory, score = rollout.trajectory, rollout.score
     line: dict[str, Any] = {
         "kind": "rollout",

@@ -25,11 +25,18 @@ BUILTIN = Path(__file__).parent / "builtin"
 def policy_path(name: str) -> str:
     """Where the checkpoint is: `builtin:<name>` is a folder of this package, anything else is transformers' business."""
     if not name.startswith("builtin:"):
-        return name
+        # A hub id has one slash too; where the folder before it is here, a path was meant, and no hub is asked.
+        path = Path(name).expanduser()
+        local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or ("/" in name and path.parent.is_dir())
+        if local and not path.is_dir():
+            raise ModelError(f"model.policy: there is no folder {name} (looked in {Path.cwd()}).")
+        return str(path) if local else name
     wanted = name.removeprefix("builtin:")
     known = sorted(p.name for p in BUILTIN.iterdir() if p.is_dir())
     if wanted not in known:
-        raise ConfigError(f"model.policy: no packaged policy {name!r}{nearest(wanted, known)}; there is {known}.")
+        raise ConfigError(
+            f"model.policy: no packaged policy {name!r}{nearest(wanted, known)}; there is {', '.join(known)}."
+        )
     return str(BUILTIN / wanted)
 
 
