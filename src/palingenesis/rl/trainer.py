@@ -80,9 +80,9 @@ class RLTrainer:
                     run.dump(batch, result)
                 if run.is_due(self.config.train.eval_every, step):
                     run.evaluate(step, interrupts.check)
-                if run.is_due(self.config.train.save_steps, step):
-                    run.save()
                 run.report(batch, result)
+                if run.is_due(self.config.train.save_steps, step):
+                    run.save()  # after the step's line: a run killed in between resumes without a gap in its metrics
                 interrupts.check()
             run.evaluate(run.done, interrupts.check)
             return run.finish()
@@ -271,7 +271,6 @@ def _build(config: RLConfig, rewards: RewardSet) -> Run:
         temperature=config.rollout.temperature,
         max_completion_tokens=parts.budget.completion,
     )
-    producer = Producer()
     old = None
     if resumed:
         restore(resumed, parts, policy_step)
@@ -294,10 +293,11 @@ def _build(config: RLConfig, rewards: RewardSet) -> Run:
         engine=parts.engine,
         rewards=rewards,
         collector=parts.collector,
-        producer=producer,
+        producer=Producer(),
         files=files,
         log=log,
         done=done,
+        evaluated=files.last_eval,
     )
 
 

@@ -12,9 +12,9 @@ Invariants:
   is off by 0.06, and so were the log-probs (mean |r-1| of SmolLM2-135M on one H200: 0.035).
 - Weights are the trainer's own tensors: `load` only moves the version, and must not be called while a wave runs.
 
-Transformers' continuous batching was measured and left out (bench/hf_engine.py, 512 sequences): `generate` is 7 times as
-fast on two CPU cores and 22 times on one H200 with the packaged policy, 4 times there with SmolLM2-135M and 192 tokens,
-and the schedule of continuous batching depends on arrival times.
+Transformers' continuous batching was measured and left out (bench/hf_engine.py, 512 sequences): with the packaged policy
+`generate` is 3 times as fast on two CPU cores and 22 times on one H200, with SmolLM2-135M and 192 tokens 4 times there.
+The schedule of continuous batching also depends on arrival times, so no run could be repeated bit for bit.
 """
 
 from __future__ import annotations

@@ -44,17 +44,22 @@ class RunFiles:
     Args:
         folder: the run's folder; made if missing.
         resumed_at: optimizer steps done when this process starts; later lines of the files are dropped.
+
+    Attributes:
+        last_eval: the step of the last evaluation that was kept; -1 when there is none.
     """
 
     def __init__(self, folder: Path, resumed_at: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.last_eval = -1
         self._files = {name: self._open(folder / f"{name}.jsonl", resumed_at) for name in ("metrics", "eval")}
 
-    @staticmethod
-    def _open(path: Path, resumed_at: int) -> TextIO:
+    def _open(self, path: Path, resumed_at: int) -> TextIO:
         kept = [line for line in _lines(path) if json.loads(line)["step"] <= resumed_at] if resumed_at else []
         path.write_text("".join(kept), encoding="utf-8")
+        if path.stem == "eval" and kept:
+            self.last_eval = json.loads(kept[-1])["step"]
         return path.open("a", encoding="utf-8")
 
     def write_config(self, text: str) -> None:
