@@ -1,7 +1,8 @@
-"""Whole runs: what they write, how they stop, and that a resumed one is the unbroken one."""
+"""Whole runs: what they write, how they stop, and what they continue from."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from palingenesis.rl import RLConfig, RLTrainer, SkipSample
-from palingenesis.rl.errors import CheckpointError, ConfigError, OutageError, RewardError
+from palingenesis.rl.errors import CheckpointError, ConfigError, OutageError, PalingenesisError, RewardError, StopRun
 from tests.e2e.conftest import ROOT, lines
 
 Small = Callable[..., RLConfig]
+TINY = ROOT / "src/palingenesis/rl/policy/builtin/tiny"
 
 # What the specification names, for the parts that are built.
 METRICS = {
@@ -89,26 +91,6 @@ def test_what_a_run_writes(small: Small) -> None:
     assert AutoTokenizer.from_pretrained(final).chat_template
 
 
-def test_a_resumed_run_is_the_unbroken_one(small: Small, tmp_path: Path) -> None:
-    """Weights, optimizer, metrics and draws, bit for bit."""
-    straight = small(train={"steps": 4, "save_steps": 4, "output_dir": str(tmp_path / "straight")})
-    RLTrainer(straight).train()
-    broken = {"save_steps": 2, "output_dir": str(tmp_path / "broken"), "keep_checkpoints": 3}
-    RLTrainer(small(train={"steps": 2, **broken})).train()
-    RLTrainer(small(train={"steps": 4, "resume_from": "auto", **broken})).train()
-
-    one, other = (tmp_path / name / "checkpoints" / "step_4" for name in ("straight", "broken"))
-    a, b = (load_file(folder / "policy" / "model.safetensors") for folder in (one, other))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    a, b = (torch.load(folder / "optimizer.pt", weights_only=True)["state"] for folder in (one, other))
-    assert all(torch.equal(a[key][name], b[key][name]) for key in a for name in a[key])
-    timed = {"time", "tokens/s", "engine/tail_s", "engine/seqs_mean"}
-    for mine, theirs in zip(*(lines(tmp_path / n / "metrics.jsonl") for n in ("straight", "broken")), strict=True):
-        keep = [name for name in mine if name not in timed and not name.startswith("time/")]
-        assert {name: mine[name] for name in keep} == {name: theirs[name] for name in keep}
-
-
 def run_cli(config: RLConfig, tmp_path: Path, *extra: str) -> subprocess.Popen[str]:
     path = tmp_path / "config.yaml"
     path.write_text(config.dump(), encoding="utf-8")
@@ -157,6 +139,122 @@ def test_a_killed_run_continues_from_its_last_checkpoint(small: Small, tmp_path:
     out, _ = more.communicate(timeout=120)
     assert more.returncode == 0, out
     assert [line["step"] for line in lines(Path(config.train.output_dir) / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_signal_in_the_middle_of_a_wave_leaves_the_models_own_files_alone(small: Small, tmp_path: Path) -> None:
+    """Generation bends the model's generation config while it runs; a checkpoint must not see that."""
+    config = small(rollout={"max_new_tokens": 100, "group_size": 32}, train={"steps": 1000})
+    process = run_cli(config, tmp_path)
+    wait_for_steps(config, 2, process)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, out
+    (folder,) = (Path(config.train.output_dir) / "checkpoints").iterdir()
+    saved = json.loads((folder / "policy" / "generation_config.json").read_text(encoding="utf-8"))
+    own = json.loads((TINY / "generation_config.json").read_text(encoding="utf-8"))
+    versioned = {"transformers_version"}
+    assert {k: v for k, v in saved.items() if k not in versioned} == {
+        k: v for k, v in own.items() if k not in versioned
+    }
+
+
+class StopAt:
+    """A reward that asks the run to stop, as a signal would, at its n-th call."""
+
+    __name__ = "stop_at"
+
+    def __init__(self, call: int) -> None:
+        self.left = call
+
+    def __call__(self, completion: str) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_during_an_evaluation_leaves_no_gap(small: Small) -> None:
+    config = small(
+        rollout={"max_refill": 0},
+        train={"steps": 3, "eval_every": 1, "eval_samples": 16, "output_dir": small().train.output_dir},
+    )
+    rollouts, evaluated = 4 * 4, 16
+    with pytest.raises(StopRun):
+        RLTrainer(config, rewards=[StopAt(evaluated + rollouts + 3)]).train()  # in the evaluation after step 1
+    config.train.resume_from = "auto"
+    RLTrainer(config, rewards=[StopAt(-1)]).train()
+    folder = Path(config.train.output_dir)
+    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [1, 2, 3]
+    assert [line["step"] for line in lines(folder / "eval.jsonl")] == [0, 1, 2, 3]
+
+
+def test_going_back_to_an_older_checkpoint_keeps_the_newer_aside(small: Small) -> None:
+    config = small(train={"steps": 3, "save_steps": 1, "keep_checkpoints": 5})
+    RLTrainer(config).train()
+    folder = Path(config.train.output_dir)
+    config.train.resume_from = str(folder / "checkpoints" / "step_1")
+    config.train.steps = 2
+    RLTrainer(config).train()
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+        "step_1",
+        "step_2",
+        "step_2.abandoned",
+        "step_3.abandoned",
+    ]
+    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_checkpoint_of_another_run_starts_a_run_of_its_own(small: Small, tmp_path: Path) -> None:
+    first = small(train={"steps": 2, "save_steps": 2})
+    RLTrainer(first).train()
+    other = small(train={"steps": 1, "output_dir": str(tmp_path / "other")})
+    RLTrainer(other).train()
+    other.train.steps, other.train.resume_from = 3, str(Path(first.train.output_dir) / "checkpoints" / "step_2")
+    RLTrainer(other).train()
+    assert [line["step"] for line in lines(tmp_path / "other.1" / "metrics.jsonl")] == [1]
+    assert [line["step"] for line in lines(tmp_path / "other" / "metrics.jsonl")] == [3]
+
+
+def test_a_failure_in_the_backward_pass_still_saves(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    from palingenesis.rl.policy.step import PolicyStep
+
+    original, calls = PolicyStep._backward, []
+
+    def fails_third(self: PolicyStep, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("CUDA out of memory")
+        return original(self, *args)
+
+    monkeypatch.setattr(PolicyStep, "_backward", fails_third)
+    config = small(train={"steps": 9})
+    with pytest.raises(RuntimeError, match="out of memory"):
+        RLTrainer(config).train()
+    assert (Path(config.train.output_dir) / "checkpoints" / "step_2" / "COMPLETE").exists()
+
+
+@pytest.mark.parametrize("name", ["state.json", "optimizer.pt", "policy/model.safetensors"])
+def test_a_damaged_checkpoint_is_one_message(small: Small, name: str) -> None:
+    config = small(train={"steps": 1, "save_steps": 1})
+    RLTrainer(config).train()
+    file = Path(config.train.output_dir) / "checkpoints" / "step_1" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    config.train.resume_from = "auto"
+    with pytest.raises(PalingenesisError) as caught:
+        RLTrainer(config).train()
+    assert "step_1" in str(caught.value)
+
+
+def test_several_processes_are_refused(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="not built yet"):
+        RLTrainer(small()).train()
+
+
+def test_an_output_dir_that_is_a_file_is_one_message(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"train.output_dir: .*taken cannot be written"):
+        RLTrainer(small(train={"output_dir": str(tmp_path / "taken")})).train()
 
 
 def test_an_old_run_is_set_aside(small: Small) -> None:

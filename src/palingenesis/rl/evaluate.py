@@ -65,15 +65,15 @@ def evaluate(config: RLConfig, policy: str, samples: int = 1) -> dict[str, Any]:
     }
 
 
-def pass_at(groups: Sequence[Sequence[Rollout]], k: int) -> float:
-    """pass@k over rows; rows with fewer than k scored samples do not count."""
+def pass_at(groups: Sequence[Sequence[Rollout]], k: int) -> float | None:
+    """pass@k over rows; rows with fewer than k scored samples do not count, None when no row does."""
     estimates = []
     for group in groups:
         scored = [r.score.reward for r in group if r.score.reward is not None]
         if len(scored) >= k:
             failed = sum(reward < 1.0 for reward in scored)
             estimates.append(1.0 - math.comb(failed, k) / math.comb(len(scored), k))
-    return mean(estimates)
+    return mean(estimates) if estimates else None
 
 
 def _powers_of_two(limit: int) -> list[int]:
@@ -88,5 +88,6 @@ def table(report: dict[str, Any], policy: Path) -> str:
     ]
     shown = {key: value for key, value in report.items() if key.startswith("reward") or key in ("truncated", "skipped")}
     shown |= {f"pass@{k}": share for k, share in report["pass@k"].items()}
-    lines += [f"  {name:<24}{value:8.4f}" for name, value in shown.items()]
+    lines += [f"  {name:<24}{'-' if value is None else format(value, '8.4f'):>8}" for name, value in shown.items()]
+    lines += ["  (a sample passes when the weighted sum of its rewards is at least 1)"]
     return "\n".join(lines)

@@ -15,12 +15,13 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +29,7 @@ from typing import Any, NoReturn
 from palingenesis.rl.config import RLConfig, check, unused_on_hf
 from palingenesis.rl.data import RowSet, Sampler
 from palingenesis.rl.data import build as build_rows
-from palingenesis.rl.errors import ConfigError, ModelError, StopRun, UsageError
+from palingenesis.rl.errors import ConfigError, StopRun, UsageError
 from palingenesis.rl.observe.clock import Clock
 from palingenesis.rl.observe.exits import exit_code
 from palingenesis.rl.observe.log import Log
@@ -40,7 +41,7 @@ from palingenesis.rl.rollout.collect import Collector
 from palingenesis.rl.rollout.episode import Episodes
 from palingenesis.rl.rollout.producer import Producer
 from palingenesis.rl.rollout.score import Scorer
-from palingenesis.rl.types import Row, ScoredBatch
+from palingenesis.rl.types import Row, ScoredBatch, Sink
 
 Reward = Callable[..., Any]
 
@@ -65,10 +66,10 @@ class RLTrainer:
             PalingenesisError: with one message for the user; what was learned is saved first.
             StopRun: a signal stopped the run after saving.
         """
-        with build(self.config, self.rewards) as run, run.saved_on_the_way_out(), Interrupts() as interrupts:
-            if run.done == 0:
-                run.evaluate(0, interrupts.check)
-                run.clock.lap()  # the first step is not charged for it
+        with build(self.config, self.rewards) as run, Interrupts() as interrupts, run.saved_on_the_way_out():
+            if run.done == 0 or run.is_due(self.config.train.eval_every, run.done):
+                run.evaluate(interrupts.check)
+            run.clock.lap()  # the first step is not charged for it
             for step in range(run.done + 1, self.config.train.steps + 1):
                 if run.collector.exhausted:
                     run.log.say("  every prompt is retired (data.retire_above): the policy has learned this data set.")
@@ -76,15 +77,13 @@ class RLTrainer:
                 with run.clock("rollout"):
                     batch = run.producer.run(run.collector.collect(step), interrupts.check)
                 result = run.learn(batch)
-                with run.clock("log"):
-                    run.dump(batch, result)
-                if run.is_due(self.config.train.eval_every, step):
-                    run.evaluate(step, interrupts.check)
                 run.report(batch, result)
+                if run.is_due(self.config.train.eval_every, step):
+                    run.evaluate(interrupts.check)
                 if run.is_due(self.config.train.save_steps, step):
-                    run.save()  # after the step's line: a run killed in between resumes without a gap in its metrics
+                    run.save()
                 interrupts.check()
-            run.evaluate(run.done, interrupts.check)
+            run.evaluate(interrupts.check)
             return run.finish()
 
 
@@ -94,7 +93,6 @@ class Run:
 
     Attributes:
         done: whole steps behind us.
-        torn: the weights are in the middle of a step; a checkpoint of them would belong to none.
         boundary: the collector's state after step `done`.
     """
 
@@ -111,7 +109,6 @@ class Run:
     files: RunFiles
     log: Log
     done: int
-    torn: bool = False
     clock: Clock = field(default_factory=Clock)
     boundary: Mapping[str, Any] = field(default_factory=dict)
     evaluated: int = -1
@@ -119,18 +116,21 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return Path(self.config.train.output_dir)
+        return run_folder(self.config)
+
+    @property
+    def sinks(self) -> tuple[Sink, ...]:
+        return self.files, self.log
 
     def __enter__(self) -> Run:
         self.boundary = self.collector.state_dict()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.engine.close()
-        self.producer.run(self.rewards.aclose())
-        self.producer.close()
-        self.log.close()
-        self.files.close()
+        with ExitStack() as parts:  # each is closed whatever becomes of the others
+            for close in (self.files.close, self.log.close, self.producer.close, self.rewards.close, self.engine.close):
+                parts.callback(close)
+            parts.callback(lambda: self.producer.run(self.rewards.aclose()))
 
     def is_due(self, every: int, step: int) -> bool:
         return every > 0 and step % every == 0
@@ -139,58 +139,58 @@ class Run:
         """The policy step, and its weights to the engine; at the end the step is whole."""
         from palingenesis.rl.policy.weights import PolicyWeights
 
-        self.torn = True
         with self.clock("train"):
-            try:
-                result = self.policy_step.run(batch)
-            except ModelError:  # raised before any weight moved
-                self.torn = False
-                raise
+            result = self.policy_step.run(batch)
         with self.clock("weights"):
             self.engine.load(PolicyWeights(batch.step, self.policy.model))
             self.boundary = self.collector.state_dict()
             self.done = batch.step
-        self.torn = False
+            self.policy_step.torn = False
         return result
 
-    def dump(self, batch: ScoredBatch, result: Any) -> None:
-        if self.is_due(self.config.logging.dump_trajectories, batch.step):
-            write_rollouts(self.folder, batch, result.advantages, result.mask_reasons)
+    def report(self, batch: ScoredBatch, result: Any) -> None:
+        """Write the step's rollouts where they are asked for, close its clock, and tell the sinks."""
+        with self.clock("log"):
+            if self.is_due(self.config.logging.dump_trajectories, batch.step):
+                write_rollouts(self.folder, batch, result.advantages, result.mask_reasons)
         if not result.stepped:
             self.log.say(
                 f"  step {batch.step}: no group had two different rewards, so there was nothing to learn and no "
                 "optimizer step. If this goes on, the task is too hard or too easy for this policy."
             )
-
-    def report(self, batch: ScoredBatch, result: Any) -> None:
-        """Close the step's clock and tell the sinks."""
-        from palingenesis.rl.policy.flops import flops_per_token, peak_flops
-
         values = {**batch_metrics(batch), **result.metrics, **self.clock.lap()}
         values["tokens/s"] = values.get("tokens/generated", 0.0) / max(values["time/rollout"], 1e-9)
-        if peak := peak_flops(self.policy.device):
-            trained = sum(r.trajectory.total_tokens for g in batch.groups for r in g.rollouts if r.score.scored)
-            values["mfu"] = flops_per_token(self.policy.model) * trained / (values["time/train"] * peak)
-        for sink in (self.files, self.log):
-            sink.metrics(batch.step, values)
+        for sink in self.sinks:
+            sink.metrics(batch.step, values | self.utilization(batch, values["time/train"]))
 
-    def evaluate(self, step: int, interrupted: Callable[[], None]) -> None:
-        """Score the held-out rows with the current weights, once a step."""
+    def utilization(self, batch: ScoredBatch, seconds: float) -> dict[str, float]:
+        """`mfu`, on a device whose peak is known."""
+        from palingenesis.rl.policy.flops import peak_flops, step_flops
+
+        peak = peak_flops(self.policy.device)
+        trained = [r.trajectory for g in batch.groups for r in g.rollouts if r.score.scored]
+        if not peak or not trained:
+            return {}
+        tokens, sampled = sum(t.total_tokens for t in trained), sum(t.sampled_tokens for t in trained)
+        return {"mfu": step_flops(self.policy.model, tokens, sampled) / (seconds * peak)}
+
+    def evaluate(self, interrupted: Callable[[], None]) -> None:
+        """Score the held-out rows with the weights of step `done`, unless that was done already."""
         rows = eval_rows(self.config, self.rows)
-        if not rows or self.evaluated == step:
+        if not rows or self.evaluated == self.done:
             return
         with self.clock("eval"):
             work = self.collector.evaluate(rows, temperature=self.config.train.eval_temperature)
             rollouts = [rollout for group in self.producer.run(work, interrupted) for rollout in group]
-        self.evaluated = step
-        for sink in (self.files, self.log):
-            sink.record("eval", step, eval_metrics(rollouts))
+        self.evaluated = self.done
+        for sink in self.sinks:
+            sink.record("eval", self.done, eval_metrics(rollouts))
 
     def save(self) -> Path | None:
         """Write a resumable checkpoint of the last whole step; None before the first, and in the middle of one."""
         from palingenesis.rl.policy import checkpoint
 
-        if self.done == 0 or self.torn:
+        if self.done == 0 or self.policy_step.torn:
             return None
         folder = self.folder / "checkpoints" / f"step_{self.done}"
         if self.saved != self.done:
@@ -210,16 +210,20 @@ class Run:
 
     @contextmanager
     def saved_on_the_way_out(self) -> Iterator[None]:
-        """Save before an error or a signal leaves the run, and say where."""
+        """Save before an error or a signal leaves the run, and say where. A save that fails does not hide the error."""
         try:
             yield
         except BaseException as error:
-            self.log.close()
-            folder = self.save()
-            nothing = "the step under way was cut in half and not saved" if self.torn else "nothing to save yet"
-            where = f"saved {folder}; continue with --train.resume_from auto" if folder else nothing
+            self.engine.close()  # a wave under way has bent the model's generation config
+            try:
+                folder = self.save()
+            except (OSError, RuntimeError) as failure:  # a full disk: torch raises RuntimeError for it
+                self.log.say(f"  stopped after step {self.done}, and nothing could be saved: {failure}")
+                raise error from None
+            cut = "the step under way was cut in half and not saved" if self.policy_step.torn else "nothing to save yet"
+            where = f"saved {folder}; continue with --train.resume_from auto" if folder else cut
             self.log.say(f"  stopped after step {self.done}: {where}")
-            if not isinstance(error, Exception | StopRun):  # a second Ctrl-C
+            if isinstance(error, KeyboardInterrupt):
                 raise StopRun(f"interrupted after step {self.done}") from error
             raise
 
@@ -242,12 +246,10 @@ def build(config: RLConfig, functions: Sequence[Reward] = ()) -> Run:
     Raises:
         PalingenesisError: what is wrong and how to mend it.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("train.fsdp: training over several processes is not built yet; start one, without torchrun.")
     rewards = RewardSet.from_config(config.rewards, functions)
     try:
-        if not rewards.names:
-            raise ConfigError(
-                "rewards: there is none; add one to the config, such as `rewards: {correct: {fn: math}}`."
-            )
         return _build(config, rewards)
     except BaseException:
         rewards.close()
@@ -255,11 +257,13 @@ def build(config: RLConfig, functions: Sequence[Reward] = ()) -> Run:
 
 
 def _build(config: RLConfig, rewards: RewardSet) -> Run:
+    from palingenesis.rl.objective import build_loss
     from palingenesis.rl.policy import checkpoint
     from palingenesis.rl.policy.masters import Masters
     from palingenesis.rl.policy.step import PolicyStep
 
-    folder = Path(config.train.output_dir)
+    folder = run_folder(config)
+    build_loss(config.loss)  # a loss of the user's own is found before a model is loaded
     resumed = checkpoint.find(config.train.resume_from, folder)
     parts = load_parts(config, rewards, resumed.policy if resumed else config.model.policy)
     masters = Masters(parts.policy.model, parts.master_values)
@@ -271,17 +275,20 @@ def _build(config: RLConfig, rewards: RewardSet) -> Run:
         temperature=config.rollout.temperature,
         max_completion_tokens=parts.budget.completion,
     )
-    old = None
     if resumed:
         restore(resumed, parts, policy_step)
-    else:
-        old = set_aside_old_run(folder)
+    inside = resumed is not None and resumed.folder.resolve().is_relative_to(folder.resolve())
     done = resumed.step if resumed else 0
+    try:
+        old = None if inside else set_aside_old_run(folder)
+        abandoned = checkpoint.abandon_newer(folder, resumed.step) if resumed else []
+        files = RunFiles(folder, resumed_at=done)
+    except OSError as error:
+        raise ConfigError(f"train.output_dir: {folder} cannot be written ({error.strerror}); name another.") from error
     log = Log(config.train.steps, done, config.logging.log_every)
-    files = RunFiles(folder, resumed_at=done)
-    files.write_config(config.dump(header=versions()))
+    files.write_config(config.dump(header=versions() | {"backend": "hf", "rewards": ", ".join(rewards.names)}))
     log.start(facts(config, parts))
-    for line in notes(config, parts, old, resumed.folder if resumed else None):
+    for line in notes(config, parts, old, resumed.folder if resumed else None, abandoned):
         log.say(line)
     return Run(
         config=config,
@@ -323,6 +330,8 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
     from palingenesis.rl.chat.template import ChatTemplate, load_tokenizer, stop_token_ids
     from palingenesis.rl.policy.model import policy_path
 
+    if not rewards.names:
+        raise ConfigError("rewards: there is none; add one to the config, such as `rewards: {correct: {fn: math}}`.")
     path = policy_path(source)
     tokenizer = load_tokenizer(path)
     template = ChatTemplate(tokenizer, config.model.chat_template_kwargs)
@@ -345,7 +354,8 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
     )
     stop = stop_token_ids(tokenizer, policy.model.generation_config.eos_token_id, config.model.stop_tokens)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop[0]
-    engine = HFEngine(policy.model, pad_token_id=pad, max_rows=config.rollout.max_num_seqs)
+    one_step = config.rollout.batch_prompts * config.rollout.group_size
+    engine = HFEngine(policy.model, pad_token_id=pad, max_rows=config.rollout.max_num_seqs or max(256, one_step))
     episodes = Episodes(engine, template, stop, budget)
     scorer = Scorer(rewards, budget.completion, config.loss.overlong_buffer, config.loss.overlong_penalty)
     collector = Collector(
@@ -420,7 +430,14 @@ def facts(config: RLConfig, parts: Parts) -> dict[str, str]:
     }
 
 
-def notes(config: RLConfig, parts: Parts, old: Path | None, resumed: Path | None) -> list[str]:
+def run_folder(config: RLConfig) -> Path:
+    """`train.output_dir` as a path."""
+    return Path(config.train.output_dir).expanduser()
+
+
+def notes(
+    config: RLConfig, parts: Parts, old: Path | None, resumed: Path | None, abandoned: Sequence[Path]
+) -> list[str]:
     """What the user should know before the first step."""
     lines = [f"  note: {text}" for text in (*map(str, parts.rows.dropped), *parts.rows.notices)]
     if unused := unused_on_hf(config):
@@ -429,12 +446,14 @@ def notes(config: RLConfig, parts: Parts, old: Path | None, resumed: Path | None
         lines.append(f"  note: {config.train.output_dir} held an earlier run; it is now {old}")
     if resumed:
         lines.append(f"  resumed from {resumed}")
+    lines += [f"  note: a checkpoint of a later step is now {path}" for path in abandoned]
     return lines
 
 
 def versions() -> dict[str, str]:
     """Package versions and the git revision, for the head of a run's config.yaml."""
     import platform
+    import shutil
     import subprocess
     from importlib.metadata import PackageNotFoundError, version
 
@@ -444,11 +463,10 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-    )
-    if git.returncode == 0:
-        found["git"] = git.stdout.strip()
+    source = Path(__file__).parents[3]
+    if (source / ".git").exists() and shutil.which("git"):
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=source)
+        found["git"] = git.stdout.strip() or "unknown"
     return found
 
 

@@ -269,7 +269,7 @@ class ScoredBatch:
         groups: the informative groups to train on.
         set_aside: groups that carried no gradient (kept for metrics and dumps, not trained).
         metrics: measured by the rollout half, by their logged names.
-        timeline: the engine's concurrency, `(seconds since the step began, sequences decoding)`.
+        timeline: the engine's concurrency, `(seconds since the step's first token, sequences decoding)`.
     """
 
     step: int
@@ -292,7 +292,7 @@ class Weights(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Generates tokens. `generate` is called from the rollout loop; the other methods from the trainer's thread."""
+    """Generates tokens. `generate` and `usage` are called from the rollout loop, the others from the trainer's thread."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """Sample one continuation. Raises EngineError when generation failed."""

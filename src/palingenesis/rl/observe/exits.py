@@ -18,7 +18,7 @@ def exit_code(work: Callable[[], None]) -> int:
     try:
         work()
     except SystemExit as stop:  # argparse: help, version
-        return int(stop.code or 0)
+        return stop.code if isinstance(stop.code, int) else _said(str(stop.code), 1) if stop.code else 0
     except StopRun as stop:
         return _said(f"{stop}.", stop.exit_code)
     except PalingenesisError as error:

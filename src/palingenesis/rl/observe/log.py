@@ -17,8 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from palingenesis.rl.observe.metrics import mean
 
 # (heading, metric, format, width); a metric a step does not have prints as a dash.
 COLUMNS = (
@@ -68,7 +71,7 @@ class Log:
         """Print what is about to run."""
         table = Table.grid(padding=(0, 2))
         for name, value in facts.items():
-            table.add_row(f"[bold]{name}[/]", value)
+            table.add_row(f"[bold]{name}[/]", escape(value))
         self.console.print(table, soft_wrap=True)
         self._progress.start()
 
@@ -77,8 +80,9 @@ class Log:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self._recent.append(values.get("reward", 0.0))
-        note = f"reward {sum(self._recent) / len(self._recent):.3f} over {len(self._recent)} steps"
+        if "reward" in values:
+            self._recent.append(values["reward"])
+        note = f"reward {mean(list(self._recent)):.3f} over {len(self._recent)} steps"
         self._progress.update(self._task, completed=step, note=note)
         if step % self.every:
             return

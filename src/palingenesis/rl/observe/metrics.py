@@ -19,7 +19,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def reward_means(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    """`reward` and `rewards/<name>`: means over the rollouts each applies to."""
+    """`reward` and `rewards/<name>`: means over the rollouts each applies to; left out where there is none."""
     by_name: dict[str, list[float]] = defaultdict(list)
     totals: list[float] = []
     for rollout in rollouts:
@@ -28,7 +28,8 @@ def reward_means(rollouts: Iterable[Rollout]) -> dict[str, float]:
         for name, value in rollout.score.rewards.items():
             if value is not None:
                 by_name[name].append(value)
-    return {"reward": mean(totals)} | {f"rewards/{name}": mean(values) for name, values in sorted(by_name.items())}
+    found = {"reward": totals} | {f"rewards/{name}": values for name, values in sorted(by_name.items())}
+    return {name: mean(values) for name, values in found.items() if values}
 
 
 def batch_metrics(batch: ScoredBatch) -> dict[str, float]:

@@ -80,6 +80,7 @@ class RunFiles:
 
 def set_aside_old_run(folder: Path) -> Path | None:
     """Rename a folder that already holds a run to `<folder>.<n>`, so that a new run overwrites nothing; where it went."""
+    folder = folder.resolve()
     if not (folder / "metrics.jsonl").exists():
         return None
     number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
@@ -135,7 +136,8 @@ def rollout_line(
         "group": group.number,
         "index": rollout.index,
         "step": step,
-        "row": {"source": trajectory.row.source, **trajectory.row.columns},
+        "row": dict(trajectory.row.columns),
+        "source": trajectory.row.source,
         "turns": [_turn(segment) for segment in trajectory.segments],
         "reward": score.reward,
         "rewards": dict(score.rewards),
@@ -160,9 +162,9 @@ def _turn(segment: Segment) -> dict[str, Any]:
         "tokens": len(segment.token_ids),
         "seconds": round(segment.seconds, 4),
     }
+    turn["version"] = segment.versions[0] if segment.versions else None
     if segment.sampled:
         turn["logprobs"] = [round(value, 5) for value in segment.logprobs]
-        turn["version"] = segment.versions[0] if segment.versions else None
     if segment.tool_calls:
         turn["tool_calls"] = [{"name": call.name, "arguments": dict(call.arguments)} for call in segment.tool_calls]
     if segment.tool_name:

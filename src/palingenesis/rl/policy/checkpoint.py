@@ -53,13 +53,19 @@ class Checkpoint:
 
     def optimizer(self) -> dict[str, Any]:
         """The optimizer's state, on the CPU."""
-        state = torch.load(self.folder / "optimizer.pt", map_location="cpu", weights_only=True)
+        return self._load("optimizer.pt")
+
+    def _load(self, name: str) -> dict[str, Any]:
+        try:
+            state = torch.load(self.folder / name, map_location="cpu", weights_only=True)
+        except Exception as error:  # a cut file fails in pickle, zip or torch's own code
+            raise CheckpointError(f"train.resume_from: {self.folder / name} is damaged: {error}") from error
         assert isinstance(state, dict)
         return state
 
     def restore_rng(self) -> None:
         """Set the random states of torch and Python to those of the save."""
-        states = torch.load(self.folder / "rng.pt", map_location="cpu", weights_only=True)
+        states = self._load("rng.pt")
         torch.set_rng_state(states["torch"])
         version, internal, gauss = states["python"]
         random.setstate((version, tuple(internal), gauss))
@@ -87,7 +93,7 @@ def find(resume_from: str, output_dir: Path) -> Checkpoint | None:
         inside = _complete(folder / "checkpoints")
         hint = f" Did you mean {inside[-1].folder}?" if inside else " It was cut off while saving, or is no checkpoint."
         raise CheckpointError(f"train.resume_from: {folder} has no {MARKER} marker.{hint}")
-    return Checkpoint(folder, int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"]))
+    return Checkpoint(folder, int(Checkpoint(folder, 0).state()["step"]))
 
 
 def _complete(root: Path) -> list[Checkpoint]:
@@ -98,6 +104,17 @@ def _complete(root: Path) -> list[Checkpoint]:
         if match and (folder / MARKER).exists():
             found.append(Checkpoint(folder, int(match.group(1))))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def abandon_newer(output_dir: Path, step: int) -> list[Path]:
+    """Rename the checkpoints of later steps, which a run that goes back to `step` leaves behind; their new names."""
+    moved = []
+    for newer in _complete(output_dir / "checkpoints"):
+        if newer.step > step:
+            target = newer.folder.with_name(newer.folder.name + ".abandoned")
+            shutil.rmtree(target, ignore_errors=True)
+            moved.append(newer.folder.rename(target))
+    return moved
 
 
 def save(
@@ -114,7 +131,8 @@ def save(
     """Write `checkpoints/step_<step>` and delete all but the newest `keep`."""
     root = output_dir / "checkpoints"
     folder, partial = root / f"step_{step}", root / f"step_{step}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    for left_over in root.glob("*.partial"):  # of a save that was cut off
+        shutil.rmtree(left_over)
     partial.mkdir(parents=True)
     export(partial / "policy", policy, masters, tokenizer, torch.float32)
     torch.save(dict(optimizer), partial / "optimizer.pt")

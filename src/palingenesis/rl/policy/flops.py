@@ -1,7 +1,7 @@
 """Model FLOPs utilization of the policy step: 6 x parameters x tokens over the time and the device's dense bf16 peak.
 
-The embedding look-up multiplies nothing and is left out; a tied head is counted. Attention over the context, recomputation
-and padding are not counted (the PaLM paper's definition, appendix B, less its attention term).
+The backbone runs on every token, the head on the sampled ones; the embedding look-up multiplies nothing. Attention over
+the context, recomputation and padding are not counted (the PaLM paper's definition, appendix B, less its attention term).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def peak_flops(device: torch.device) -> float:
     return next((peak for part, peak in PEAKS.items() if part in name), 0.0)
 
 
-def flops_per_token(model: Any) -> float:
-    """Forward and backward of one token."""
-    parameters = sum(p.numel() for p in model.parameters())
+def step_flops(model: Any, tokens: int, sampled: int) -> float:
+    """Forward and backward of `tokens` through the backbone, and of the `sampled` ones among them through the head."""
+    head = model.get_output_embeddings().weight.numel()
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
-    return 6.0 * float(parameters - (0 if tied else embedding.numel()))
+    backbone = sum(p.numel() for p in model.parameters()) - head - (0 if tied else embedding.numel())
+    return 6.0 * float(backbone * tokens + head * sampled)

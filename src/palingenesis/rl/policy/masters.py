@@ -10,7 +10,7 @@ Where a parameter is float32 already (the CPU) it is its own master: nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -52,15 +52,3 @@ class Masters:
             for param, master in self.pairs.values():
                 if param is not master:
                     param.copy_(master)
-
-    def named_values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Float32 values by parameter name."""
-        for name, (_, master) in self.pairs.items():
-            yield name, master.detach()
-
-    def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set masters (and the model) to `values`; every name must be there."""
-        with torch.no_grad():
-            for name, (_, master) in self.pairs.items():
-                master.copy_(values[name])
-        self.publish()

@@ -67,6 +67,10 @@ class PolicyStep:
     Args:
         temperature: the sampling temperature; log-probs are taken at it.
         max_completion_tokens: resolved, for `aggregation: constant`.
+
+    Attributes:
+        torn: set before the first weight moves; whoever counts steps clears it once the step is whole. Weights saved
+            while it is set would belong to no step.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class PolicyStep:
             weight_decay=train.weight_decay,
         )
         self.factor = schedule(train.lr_scheduler, train.warmup_steps, train.steps)
+        self.torn = False
 
     def run(self, batch: ScoredBatch) -> StepResult:
         """Step on `batch`; without an informative group nothing is stepped.
@@ -118,23 +123,30 @@ class PolicyStep:
 
     def _backward(self, sequences: Sequence[TrainSequence], terms: SequenceTerms) -> tuple[torch.Tensor, torch.Tensor]:
         """Accumulate the gradient; returns the statistics' sums and which sequences the sequence mask dropped."""
-        self.policy.model.train()
+        self.policy.model.train(self.policy.recompute)  # transformers recomputes activations in training mode only
         self.optimizer.zero_grad(set_to_none=True)
         sums: list[torch.Tensor] = []
-        masked = torch.zeros(len(sequences), dtype=torch.bool, device=self.policy.device)
+        order: list[int] = []
+        seq_masked: list[torch.Tensor] = []
         for indices in microbatches([s.total_tokens for s in sequences], self.train.micro_tokens):
             out = self._micro([sequences[i] for i in indices], _rows(terms, indices))
             out.loss.backward()  # type: ignore[no-untyped-call]
             self.masters.collect()
             sums.append(out.sums)
-            masked[torch.tensor(indices, device=masked.device)] = out.seq_masked
+            order += indices
+            seq_masked.append(out.seq_masked)
+        masked = torch.cat(seq_masked)[torch.tensor(order).argsort().to(self.policy.device)]
         return torch.stack(sums).sum(0), masked
 
     def _micro(self, sequences: Sequence[TrainSequence], terms: SequenceTerms) -> Surrogate:
         rows = pad(sequences, self.policy.device)
         hidden = self.policy.hidden_states(rows.input_ids, rows.attention_mask)
         logp, entropy = selected_logprobs(
-            hidden[:, :-1][rows.predicts], *self.policy.head_parameters, rows.targets, self.temperature
+            hidden.flatten(0, 1).index_select(0, rows.predicts),
+            *self.policy.head_parameters,
+            rows.targets,
+            self.temperature,
+            **self.policy.logit_shape,
         )
         device = self.policy.device
         return surrogate(
@@ -151,8 +163,7 @@ class PolicyStep:
 
     def _step(self, lr: float, step: int) -> float:
         parameters = self.masters.parameters()
-        limit = self.train.max_grad_norm or float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.train.max_grad_norm))
         if norm != norm or norm == float("inf"):
             self.optimizer.zero_grad(set_to_none=True)
             raise ModelError(
@@ -161,6 +172,7 @@ class PolicyStep:
             )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.torn = True
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.masters.publish()
@@ -171,7 +183,11 @@ class PolicyStep:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the moments of `state`; betas, epsilon and weight decay stay the config's."""
+        own = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state)
+        for group, options in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +196,7 @@ class PaddedRows:
 
     Attributes:
         input_ids, attention_mask: [rows, tokens].
-        predicts: bool [rows, tokens - 1], True at positions whose next token was sampled.
+        predicts: int64 [N], flat positions in [rows x tokens] whose next token was sampled.
         targets, mu, sequence: [N], the sampled tokens, the sampler's log-probs, and each token's row.
     """
 
@@ -198,10 +214,11 @@ def pad(sequences: Sequence[TrainSequence], device: torch.device) -> PaddedRows:
     input_ids = stack([s.input_ids for s in sequences], batch_first=True)
     lengths = torch.tensor([s.total_tokens for s in sequences])
     mask = (torch.arange(input_ids.shape[1]) < lengths.unsqueeze(1)).long()
-    predicts = stack([s.sampled for s in sequences], batch_first=True)[:, 1:]
-    mu = stack([s.sampler_logprobs for s in sequences], batch_first=True)[:, 1:]
-    targets, mu = input_ids[:, 1:][predicts], mu[predicts]
-    sequence = predicts.nonzero()[:, 0]
+    sampled = stack([s.sampled for s in sequences], batch_first=True).flatten().nonzero()[:, 0]
+    mu = stack([s.sampler_logprobs for s in sequences], batch_first=True).flatten()[sampled]
+    targets = input_ids.flatten()[sampled]
+    sequence = sampled // input_ids.shape[1]
+    predicts = sampled - 1  # position 0 of a row is never sampled, so this stays in the row
     return PaddedRows(*(t.to(device) for t in (input_ids, mask, predicts, targets, mu, sequence)))
 
 

@@ -75,7 +75,6 @@ class Worker:
     Raises:
         WorkersUnavailableError: the process did not start or died at once.
         TaskFailedError: `function(init)` raised.
-        TaskTimeoutError: it did not answer within START_TIMEOUT.
     """
 
     def __init__(self, task: str, init: Any = None, start_timeout: float = START_TIMEOUT) -> None:
@@ -93,10 +92,10 @@ class Worker:
         os.set_blocking(self._stdout, False)
         try:
             self.call({"task": task, "init": init}, start_timeout)
-        except _DiedError as error:
-            raise WorkersUnavailableError(
-                f"a worker process ended with status {self._process.poll()} before it was ready"
-            ) from error
+        except (_DiedError, TaskTimeoutError) as error:
+            status = self._process.poll()
+            how = f"did not start within {start_timeout:g} s" if status is None else f"ended with status {status}"
+            raise WorkersUnavailableError(f"a worker process {how}") from error
         except TaskFailedError:
             self.dispose()
             raise

@@ -38,8 +38,8 @@ class Producer:
                 try:
                     return future.result(timeout=NAP_S)
                 except FutureTimeout:
-                    if future.done():  # the work itself raised a TimeoutError
-                        raise
+                    if future.done():  # in this very moment, or with a TimeoutError of its own
+                        return future.result()
                     interrupted()
         except BaseExceptionGroup as group:
             raise _first(group) from group
