@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Train SmolLM2-135M-Instruct on GSM8K by configs/rl_smollm2.yaml and keep the curve.
 
-    python bench/smollm2.py cpu                                       three steps on a CPU
-    python bench/smollm2.py gpu --rollout.batch_prompts 32 ...        thirty on a GPU
+    python bench/smollm2.py cpu --train.steps 3                       three steps on a CPU
+    python bench/smollm2.py gpu --rollout.batch_prompts 16 ...        thirty on a GPU
 
 The first argument names the result (`bench/results/smollm2_<name>.json`), the others override the config. The export is
-loaded again and must give the logits of the policy it was written from.
+loaded again: its parameters must be those of the last checkpoint's float32 masters, rounded.
 """
 
 from __future__ import annotations
@@ -34,29 +34,38 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def export_is_the_policy(folder: Path, steps: int) -> bool:
+    """Whether `final/` holds the masters of the last checkpoint, rounded to its own dtype."""
+    final, masters = (
+        AutoModelForCausalLM.from_pretrained(folder / part, dtype="auto").state_dict()
+        for part in ("final", f"checkpoints/step_{steps}/policy")
+    )
+    return all(torch.equal(value, masters[name].to(value.dtype)) for name, value in final.items())
+
+
 def main() -> None:
     name, overrides = sys.argv[1], sys.argv[2:]
     with tempfile.TemporaryDirectory() as scratch:
         config = RLConfig.from_yaml(CONFIG, ["--train.output_dir", f"{scratch}/run", *overrides])
+        config.train.save_steps = config.train.steps
         began = time.perf_counter()
-        final = RLTrainer(config).train()
+        RLTrainer(config).train()
         seconds = time.perf_counter() - began
-        assert final is not None
-        model = AutoModelForCausalLM.from_pretrained(final)
-        steps, evals = (read(Path(config.train.output_dir) / f"{kind}.jsonl") for kind in ("metrics", "eval"))
-    rounded = [{key: round(step[key], 5) for key in CURVE if key in step} for step in steps]
-    groups = config.rollout.batch_prompts * config.rollout.group_size
+        folder = Path(config.train.output_dir)
+        reloads = export_is_the_policy(folder, config.train.steps)
+        steps, evals = (read(folder / f"{kind}.jsonl") for kind in ("metrics", "eval"))
     record(
         f"smollm2_{name}",
         {
-            "rollouts_a_step": groups,
+            "rollouts_a_step": config.rollout.batch_prompts * config.rollout.group_size,
             "seconds": round(seconds, 1),
-            "export_parameters": sum(p.numel() for p in model.parameters()),
-            "export_finite": all(bool(torch.isfinite(p).all()) for p in model.parameters()),
+            "export_reloads_as_the_policy": reloads,
+            "steps_with_a_gradient": sum(step.get("grad_norm", 0.0) > 0 for step in steps),
+            "mixed_groups": [step["groups/trained"] for step in steps],
             "eval": [
                 {key: e[key] for key in ("step", "rows", "reward", "rewards/correct", "truncated")} for e in evals
             ],
-            "steps": rounded,
+            "steps": [{key: round(step[key], 5) for key in CURVE if key in step} for step in steps],
         },
     )
 

@@ -53,6 +53,10 @@ def _parse(argv: list[str]) -> tuple[Command, argparse.Namespace, list[str]]:
     top = _Parser(prog="pgs", description="Train language models.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"palingenesis {__version__}")
     top.add_argument("area", choices=["rl"], help="rl: reinforcement learning against rewards")
+    if argv and argv[0] not in ("rl", "-h", "--help", "--version"):
+        raise UsageError(f"pgs has no command {argv[0]!r}; there is rl (pgs rl --help)")
+    if not argv:
+        raise UsageError("pgs needs a command; there is rl (pgs rl --help)")
     top.parse_args(argv[:1])
     # By hand: an argparse parser with subcommands would take an override's value for one.
     name = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else ""
@@ -122,6 +126,8 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> None:
 def _score(args: argparse.Namespace, overrides: list[str]) -> None:
     if bool(args.completions) == bool(args.gold):
         raise UsageError("score takes either --completions FILE or --gold COLUMN")
+    if args.out and args.completions and Path(args.out).resolve() == Path(args.completions).resolve():
+        raise UsageError(f"--out {args.out}: would overwrite the completions; name another file")
     config = _config(args, overrides)
     from palingenesis.rl.rewards.offline import score_file
 

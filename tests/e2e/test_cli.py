@@ -66,8 +66,10 @@ def test_wrong_data_files_end_with_1_and_one_line(
     [
         (["rl"], 2, "--config FILE is missing"),
         (["rl", "data"], 2, "--config FILE is missing"),
-        (["sft"], 2, "invalid choice"),
-        ([], 2, "required"),
+        (["sft"], 2, "no command 'sft'; there is rl"),
+        ([], 2, "needs a command"),
+        (["rl", "evaluate", "--config", "x.yaml"], 2, "did you mean 'eval'?"),
+        (["rl", "score", "--config", "x.yaml", "--completions", "a", "--out", "./a"], 2, "would overwrite"),
         (["rl", "score", "--config", "x.yaml"], 2, "either --completions FILE or --gold COLUMN"),
         (["rl", "--config", "nowhere.yaml"], 2, "nowhere.yaml"),
         (["rl", "data", "--show", "many"], 2, "invalid int value"),

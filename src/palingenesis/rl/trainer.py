@@ -56,6 +56,10 @@ class RLTrainer:
 
     def __init__(self, config: RLConfig, rewards: Sequence[Reward] = ()) -> None:
         check(config)
+        if callable(rewards) or not all(callable(reward) for reward in rewards):
+            raise ConfigError(
+                "RLTrainer(rewards=...) takes a list of functions; built-in rewards are named in the config."
+            )
         self.config = config
         self.rewards = tuple(rewards)
 
@@ -154,10 +158,7 @@ class Run:
             if self.is_due(self.config.logging.dump_trajectories, batch.step):
                 write_rollouts(self.folder, batch, result.advantages, result.mask_reasons)
         if not result.stepped:
-            self.log.say(
-                f"  step {batch.step}: no group had two different rewards, so there was nothing to learn and no "
-                "optimizer step. If this goes on, the task is too hard or too easy for this policy."
-            )
+            self.log.no_step(batch.step)
         values = {**batch_metrics(batch), **result.metrics, **self.clock.lap()}
         values["tokens/s"] = values.get("tokens/generated", 0.0) / max(values["time/rollout"], 1e-9)
         for sink in self.sinks:
@@ -221,7 +222,7 @@ class Run:
                 self.log.say(f"  stopped after step {self.done}, and nothing could be saved: {failure}")
                 raise error from None
             cut = "the step under way was cut in half and not saved" if self.policy_step.torn else "nothing to save yet"
-            where = f"saved {folder}; continue with --train.resume_from auto" if folder else cut
+            where = f"saved {folder}\n  continue with --train.resume_from auto" if folder else cut
             self.log.say(f"  stopped after step {self.done}: {where}")
             if isinstance(error, KeyboardInterrupt):
                 raise StopRun(f"interrupted after step {self.done}") from error
@@ -236,7 +237,8 @@ class Run:
             self.log.say(f"done: {self.done} steps. save_final is off, so no policy was written.")
             return None
         folder = export(self.folder / "final", self.policy, self.masters, self.tokenizer, self.policy.export_dtype)
-        self.log.say(f'done: the policy is in {folder}. Load it with AutoModelForCausalLM.from_pretrained("{folder}").')
+        self.log.say(f"done: {self.done} steps; the policy is in {folder} and loads with")
+        self.log.say(f'AutoModelForCausalLM.from_pretrained("{folder}")')
         return folder
 
 

@@ -33,6 +33,8 @@ Config = TypeVar("Config", bound=RLConfig)
 
 def from_yaml(cls: type[Config], path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """What `RLConfig.from_yaml` does."""
+    if isinstance(overrides, str | Mapping):
+        raise ConfigError('overrides are a list of command-line words, such as ["--train.steps", "60"].')
     root = _compose(_read(Path(path)), str(path))
     if root is None:
         raise ConfigError(f"{path}: is empty; a config has sections such as model: and data:")

@@ -19,7 +19,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from palingenesis.rl.observe.metrics import mean
 
@@ -53,13 +52,15 @@ class Log:
         self.every = every
         self._recent: deque[float] = deque(maxlen=10)
         self._headed = False
+        self._idle = 0
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
+            TextColumn("elapsed,"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             TextColumn("{task.fields[note]}"),
             console=self.console,
             disable=not self.console.is_terminal,
@@ -69,10 +70,8 @@ class Log:
 
     def start(self, facts: Mapping[str, str]) -> None:
         """Print what is about to run."""
-        table = Table.grid(padding=(0, 2))
         for name, value in facts.items():
-            table.add_row(f"[bold]{name}[/]", escape(value))
-        self.console.print(table, soft_wrap=True)
+            self.console.print(f"[bold]{name:<8}[/]{escape(value)}", soft_wrap=True)
         self._progress.start()
 
     def say(self, text: str) -> None:
@@ -100,8 +99,22 @@ class Log:
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if kind != "eval":
             return
-        rewards = "  ".join(f"{name} {value:.3f}" for name, value in values.items() if name.startswith("reward"))
-        self.say(f"  held out after step {step}: {rewards}  ({values['rows']:.0f} rows)")
+        shown = {name: value for name, value in values.items() if name.startswith("reward")}
+        if len(set(shown.values())) == 1:  # one reward of weight 1 is the sum
+            shown = dict(list(shown.items())[:1])
+        rewards = "  ".join(f"{name} {value:.3f}" for name, value in shown.items()) or "nothing could be scored"
+        self.say(f"  held out after step {step} ({values['rows']} rows): {rewards}")
+
+    def no_step(self, step: int) -> None:
+        """Say that the optimizer did not step: why once, and later only where a row is printed."""
+        if not self._idle:
+            self.say(
+                f"  step {step}: no group had two different rewards, so there was nothing to learn and no optimizer "
+                "step.\n  If this goes on, the task is too hard or too easy for this policy."
+            )
+        elif step % self.every == 0:
+            self.say(f"  step {step}: no optimizer step ({self._idle + 1} so far)")
+        self._idle += 1
 
     def close(self) -> None:
         self._progress.stop()

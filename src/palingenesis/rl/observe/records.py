@@ -81,7 +81,8 @@ class RunFiles:
 def set_aside_old_run(folder: Path) -> Path | None:
     """Rename a folder that already holds a run to `<folder>.<n>`, so that a new run overwrites nothing; where it went."""
     folder = folder.resolve()
-    if not (folder / "metrics.jsonl").exists():
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists() or metrics.stat().st_size == 0:  # a run without a step holds nothing
         return None
     number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
     return folder.rename(folder.with_name(f"{folder.name}.{number}"))

@@ -13,6 +13,7 @@ A folder is written under a temporary name and renamed, so a crash leaves either
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -166,6 +167,10 @@ def export(folder: Path, policy: Policy, masters: Masters, tokenizer: Any, dtype
         return rounded.setdefault(id(value), value.to("cpu", dtype if value.is_floating_point() else value.dtype))
 
     policy.model.save_pretrained(folder, state_dict={name: cast(value) for name, value in state.items()})
+    mask = os.umask(0)
+    os.umask(mask)
+    for weights in folder.glob("*.safetensors"):  # written for their owner alone
+        weights.chmod(0o666 & ~mask)
     # save_pretrained notes the dtype the model computes in, not the one of the tensors it was given.
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))
