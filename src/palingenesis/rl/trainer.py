@@ -98,6 +98,7 @@ class Run:
     Attributes:
         done: whole steps behind us.
         boundary: the collector's state after step `done`.
+        evaluated, saved: the step of the last evaluation and of the last checkpoint; -1 when there is none.
     """
 
     config: RLConfig
@@ -307,6 +308,7 @@ def _build(config: RLConfig, rewards: RewardSet) -> Run:
         log=log,
         done=done,
         evaluated=files.last_eval,
+        saved=done if inside else -1,
     )
 
 
