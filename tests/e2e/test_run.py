@@ -17,7 +17,17 @@ import torch
 from safetensors.torch import load_file
 
 from palingenesis.rl import RLConfig, RLTrainer, SkipSample
-from palingenesis.rl.errors import CheckpointError, ConfigError, OutageError, PalingenesisError, RewardError, StopRun
+from palingenesis.rl.errors import (
+    CheckpointError,
+    ConfigError,
+    OutageError,
+    PalingenesisError,
+    RewardError,
+    StopRun,
+    UsageError,
+)
+from palingenesis.rl.observe.records import lock
+from palingenesis.rl.trainer import Interrupts
 from tests.e2e.conftest import ROOT, lines
 
 Small = Callable[..., RLConfig]
@@ -255,6 +265,82 @@ def test_an_output_dir_that_is_a_file_is_one_message(small: Small, tmp_path: Pat
     (tmp_path / "taken").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"train.output_dir: .*taken cannot be written"):
         RLTrainer(small(train={"output_dir": str(tmp_path / "taken")})).train()
+
+
+def test_a_folder_that_a_run_is_writing_to_is_refused(small: Small) -> None:
+    config = small(train={"steps": 1})
+    RLTrainer(config).train()
+    with lock(Path(config.train.output_dir)), pytest.raises(UsageError, match="another run is writing"):
+        RLTrainer(config).train()
+
+
+def test_the_working_directory_is_never_moved(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    config = small(train={"steps": 1, "output_dir": "."})
+    RLTrainer(config).train()
+    with pytest.raises(UsageError, match="the working directory; name another"):
+        RLTrainer(config).train()
+    assert [p.name for p in tmp_path.iterdir() if "project" in p.name] == ["project"]
+
+
+def test_a_reward_that_changes_the_directory_moves_nothing(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def wanders(completion: str) -> None:
+        os.chdir(tmp_path / "elsewhere")
+
+    assert RLTrainer(small(train={"steps": 1, "output_dir": "here"}), rewards=[wanders]).train() == Path("here/final")
+    assert (tmp_path / "here" / "final" / "config.json").exists()
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+FORKS = """
+import os, signal, time
+from palingenesis.rl.trainer import Interrupts
+with Interrupts():
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    os.kill(child, signal.SIGTERM)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+"""
+
+
+def test_a_process_that_a_reward_forks_ends_on_sigterm() -> None:
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=30)
+
+
+def test_a_second_ctrl_c_waits_for_the_save() -> None:
+    with Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        interrupts.saving = True
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_full_disk_is_one_message_and_keeps_the_older_checkpoint(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from palingenesis.rl.policy import checkpoint
+
+    config = small(train={"steps": 9, "save_steps": 2})
+    original = checkpoint.export
+
+    def fails_on_the_second(folder: Path, *args: Any) -> Path:
+        if "step_2" not in str(folder):
+            raise OSError(28, "No space left on device")
+        return original(folder, *args)
+
+    monkeypatch.setattr(checkpoint, "export", fails_on_the_second)
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 4 cannot be written.*No space left"):
+        RLTrainer(config).train()
+    assert [p.name for p in (Path(config.train.output_dir) / "checkpoints").iterdir()] == ["step_2"]
 
 
 def test_an_old_run_is_set_aside(small: Small) -> None:

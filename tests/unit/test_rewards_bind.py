@@ -363,3 +363,50 @@ def test_a_failure_cancels_the_others_and_no_thread_is_left_waiting() -> None:
         score(endless, broken)
     assert cancelled.is_set()
     assert time.monotonic() - began < 5
+
+
+WEIRD = [KeyboardInterrupt, SystemExit, StopIteration, GeneratorExit, asyncio.CancelledError, BaseException]
+
+
+@pytest.mark.parametrize("kind", WEIRD, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("how", ["sync", "async", "batched", "generator"])
+def test_nothing_a_reward_raises_hangs_or_escapes(how: str, kind: type[BaseException]) -> None:
+    def sync(completion):
+        raise kind("odd")
+
+    async def later(completion):
+        await asyncio.sleep(0)
+        raise kind("odd")
+
+    def batched(completions):
+        raise kind("odd")
+
+    def generator(completions):
+        yield 1.0
+        raise kind("odd")
+
+    function = {"sync": sync, "async": later, "batched": batched, "generator": generator}[how]
+    if kind is StopIteration and how in ("async", "generator"):
+        return  # Python turns it into a RuntimeError by itself
+    with pytest.raises(RewardError, match=rf"{function.__name__}.*{kind.__name__}"):
+        score(function)
+
+
+def test_a_generator_may_skip() -> None:
+    def generator(completions):
+        raise SkipSample("away")
+        yield
+
+    assert {s.outcome for s in score(generator)} == {Outcome.SKIPPED}
+
+
+def test_a_reward_that_changes_its_columns_changes_nobody_elses() -> None:
+    def counts(tags, **row):
+        tags.append("x")
+        row["more"].append("x")
+        return len(tags)
+
+    sample = make_sample(0, tags=["a"], more=[])
+    assert [s.reward for s in score(counts, samples=[sample] * 4)] == [2.0] * 4
+    assert sample.row.columns["tags"] == ["a"]
+    assert sample.row.columns["more"] == []

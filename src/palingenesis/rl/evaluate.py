@@ -52,8 +52,7 @@ def evaluate(config: RLConfig, policy: str, samples: int = 1) -> dict[str, Any]:
         finally:
             parts.engine.close()
     finally:
-        producer.run(rewards.aclose())
-        producer.close()
+        producer.close(rewards.aclose())
     summary = eval_metrics([rollout for group in groups for rollout in group])
     return {
         "policy": policy,

@@ -78,7 +78,7 @@ def _load_file(path: Path, option: str) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception | SystemExit):
             raise
         raise ConfigError(f"{option}: {path} fails on import: {type(error).__name__}: {error}") from error
     return module
@@ -88,5 +88,5 @@ def _load_module(name: str, option: str) -> ModuleType:
     _importable(Path.cwd())
     try:
         return importlib.import_module(name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
+    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
         raise ConfigError(f"{option}: cannot import {name!r}: {type(error).__name__}: {error}") from error

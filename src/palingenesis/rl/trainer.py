@@ -29,12 +29,12 @@ from typing import Any, NoReturn
 from palingenesis.rl.config import RLConfig, check, unused_on_hf
 from palingenesis.rl.data import RowSet, Sampler
 from palingenesis.rl.data import build as build_rows
-from palingenesis.rl.errors import ConfigError, StopRun, UsageError
+from palingenesis.rl.errors import CheckpointError, ConfigError, StopRun, UsageError
 from palingenesis.rl.observe.clock import Clock
 from palingenesis.rl.observe.exits import exit_code
 from palingenesis.rl.observe.log import Log
 from palingenesis.rl.observe.metrics import batch_metrics, eval_metrics
-from palingenesis.rl.observe.records import RunFiles, set_aside_old_run, write_rollouts
+from palingenesis.rl.observe.records import RunFiles, lock, set_aside_old_run, write_rollouts
 from palingenesis.rl.rewards import RewardSet
 from palingenesis.rl.rollout.budget import Budget
 from palingenesis.rl.rollout.collect import Collector
@@ -70,7 +70,7 @@ class RLTrainer:
             PalingenesisError: with one message for the user; what was learned is saved first.
             StopRun: a signal stopped the run after saving.
         """
-        with build(self.config, self.rewards) as run, Interrupts() as interrupts, run.saved_on_the_way_out():
+        with build(self.config, self.rewards) as run, Interrupts() as interrupts, run.saved_on_the_way_out(interrupts):
             if run.done == 0 or run.is_due(self.config.train.eval_every, run.done):
                 run.evaluate(interrupts.check)
             run.clock.lap()  # the first step is not charged for it
@@ -97,6 +97,7 @@ class Run:
 
     Attributes:
         done: whole steps behind us.
+        folder: `train.output_dir`, absolute: a reward may change the working directory.
         boundary: the collector's state after step `done`.
         evaluated, saved: the step of the last evaluation and of the last checkpoint; -1 when there is none.
     """
@@ -114,14 +115,11 @@ class Run:
     files: RunFiles
     log: Log
     done: int
+    folder: Path
     clock: Clock = field(default_factory=Clock)
     boundary: Mapping[str, Any] = field(default_factory=dict)
     evaluated: int = -1
     saved: int = -1
-
-    @property
-    def folder(self) -> Path:
-        return run_folder(self.config)
 
     @property
     def sinks(self) -> tuple[Sink, ...]:
@@ -133,9 +131,18 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         with ExitStack() as parts:  # each is closed whatever becomes of the others
-            for close in (self.files.close, self.log.close, self.producer.close, self.rewards.close, self.engine.close):
+            for close in (
+                self.files.close,
+                self.log.close,
+                self.rewards.close,
+                self._close_producer,
+                self.engine.close,
+            ):
                 parts.callback(close)
-            parts.callback(lambda: self.producer.run(self.rewards.aclose()))
+
+    def _close_producer(self) -> None:
+        if not self.producer.close(self.rewards.aclose()):
+            self.log.say("  a reward that blocks the event loop, or ignores its cancellation, was left behind")
 
     def is_due(self, every: int, step: int) -> bool:
         return every > 0 and step % every == 0
@@ -211,16 +218,17 @@ class Run:
         return folder
 
     @contextmanager
-    def saved_on_the_way_out(self) -> Iterator[None]:
+    def saved_on_the_way_out(self, interrupts: Interrupts) -> Iterator[None]:
         """Save before an error or a signal leaves the run, and say where. A save that fails does not hide the error."""
         try:
             yield
         except BaseException as error:
+            interrupts.saving = True
             self.engine.close()  # a wave under way has bent the model's generation config
             try:
                 folder = self.save()
-            except (OSError, RuntimeError) as failure:  # a full disk: torch raises RuntimeError for it
-                self.log.say(f"  stopped after step {self.done}, and nothing could be saved: {failure}")
+            except CheckpointError as failure:
+                self.log.say(f"  stopped after step {self.done}: {failure}")
                 raise error from None
             cut = "the step under way was cut in half and not saved" if self.policy_step.torn else "nothing to save yet"
             where = f"saved {folder}\n  continue with --train.resume_from auto" if folder else cut
@@ -237,7 +245,8 @@ class Run:
         if not self.config.train.save_final:
             self.log.say(f"done: {self.done} steps. save_final is off, so no policy was written.")
             return None
-        folder = export(self.folder / "final", self.policy, self.masters, self.tokenizer, self.policy.export_dtype)
+        export(self.folder / "final", self.policy, self.masters, self.tokenizer, self.policy.export_dtype)
+        folder = Path(self.config.train.output_dir) / "final"
         self.log.say(f"done: {self.done} steps; the policy is in {folder} and loads with")
         self.log.say(f'AutoModelForCausalLM.from_pretrained("{folder}")')
         return folder
@@ -265,7 +274,7 @@ def _build(config: RLConfig, rewards: RewardSet) -> Run:
     from palingenesis.rl.policy.masters import Masters
     from palingenesis.rl.policy.step import PolicyStep
 
-    folder = run_folder(config)
+    folder = Path(config.train.output_dir).expanduser().absolute()
     build_loss(config.loss)  # a loss of the user's own is found before a model is loaded
     resumed = checkpoint.find(config.train.resume_from, folder)
     parts = load_parts(config, rewards, resumed.policy if resumed else config.model.policy)
@@ -283,6 +292,8 @@ def _build(config: RLConfig, rewards: RewardSet) -> Run:
     inside = resumed is not None and resumed.folder.resolve().is_relative_to(folder.resolve())
     done = resumed.step if resumed else 0
     try:
+        if folder.is_dir():
+            lock(folder).close()  # nobody is writing to what is about to be moved
         old = None if inside else set_aside_old_run(folder)
         abandoned = checkpoint.abandon_newer(folder, resumed.step) if resumed else []
         files = RunFiles(folder, resumed_at=done)
@@ -307,6 +318,7 @@ def _build(config: RLConfig, rewards: RewardSet) -> Run:
         files=files,
         log=log,
         done=done,
+        folder=folder,
         evaluated=files.last_eval,
         saved=done if inside else -1,
     )
@@ -434,11 +446,6 @@ def facts(config: RLConfig, parts: Parts) -> dict[str, str]:
     }
 
 
-def run_folder(config: RLConfig) -> Path:
-    """`train.output_dir` as a path."""
-    return Path(config.train.output_dir).expanduser()
-
-
 def notes(
     config: RLConfig, parts: Parts, old: Path | None, resumed: Path | None, abandoned: Sequence[Path]
 ) -> list[str]:
@@ -446,6 +453,11 @@ def notes(
     lines = [f"  note: {text}" for text in (*map(str, parts.rows.dropped), *parts.rows.notices)]
     if unused := unused_on_hf(config):
         lines.append(f"  note: generation runs in transformers (rollout.backend hf); unused: {', '.join(unused)}")
+    reach = getattr(parts.policy.model.config.get_text_config(), "max_position_embeddings", None)
+    if reach and reach < config.rollout.max_model_len:
+        lines.append(
+            f"  note: the model was made for {reach} positions, rollout.max_model_len allows {config.rollout.max_model_len}"
+        )
     if old:
         lines.append(f"  note: {config.train.output_dir} held an earlier run; it is now {old}")
     if resumed:
@@ -477,13 +489,16 @@ def versions() -> dict[str, str]:
 class Interrupts:
     """Turns SIGINT, SIGTERM and SIGUSR1 into `StopRun` at the next `check`; a second Ctrl-C is an ordinary one.
 
-    Outside the main thread signals cannot be caught; then `check` never raises.
+    Outside the main thread signals cannot be caught; then `check` never raises. While `saving` is set a second Ctrl-C waits.
+    A process that a reward forked takes signals as it would without us.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.saving = False
+        self._owner = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -496,7 +511,11 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:
-        if self.received is not None and number == signal.SIGINT:
+        if os.getpid() != self._owner:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if self.received is not None and number == signal.SIGINT and not self.saving:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
 

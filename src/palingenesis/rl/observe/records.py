@@ -11,6 +11,7 @@ steps after its checkpoint: it will write them again.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import math
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from palingenesis.rl.errors import UsageError
 from palingenesis.rl.types import Group, Rollout, ScoredBatch, Segment
 
 
@@ -51,12 +53,13 @@ class RunFiles:
 
     def __init__(self, folder: Path, resumed_at: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._lock = lock(folder)
         self.folder = folder
         self.last_eval = -1
         self._files = {name: self._open(folder / f"{name}.jsonl", resumed_at) for name in ("metrics", "eval")}
 
     def _open(self, path: Path, resumed_at: int) -> TextIO:
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= resumed_at] if resumed_at else []
+        kept = [line for line in _lines(path) if 0 <= _step(line) <= resumed_at] if resumed_at else []
         path.write_text("".join(kept), encoding="utf-8")
         if path.stem == "eval" and kept:
             self.last_eval = json.loads(kept[-1])["step"]
@@ -74,8 +77,24 @@ class RunFiles:
         file.flush()
 
     def close(self) -> None:
-        for file in self._files.values():
+        for file in (*self._files.values(), self._lock):
             file.close()
+
+
+def lock(folder: Path) -> TextIO:
+    """Take the folder for this process: two runs would mix their lines and checkpoints. Freed when the file is closed,
+    and by the system when the process dies.
+
+    Raises:
+        UsageError: another process has it.
+    """
+    file = (folder / "run.lock").open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UsageError(f"train.output_dir: another run is writing to {folder}; name another folder.") from None
+    return file
 
 
 def set_aside_old_run(folder: Path) -> Path | None:
@@ -84,8 +103,18 @@ def set_aside_old_run(folder: Path) -> Path | None:
     metrics = folder / "metrics.jsonl"
     if not metrics.exists() or metrics.stat().st_size == 0:  # a run without a step holds nothing
         return None
+    if Path.cwd().is_relative_to(folder):
+        raise UsageError(f"train.output_dir: {folder} holds a run and the working directory; name another folder.")
     number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
     return folder.rename(folder.with_name(f"{folder.name}.{number}"))
+
+
+def _step(line: str) -> int:
+    """The step of a line; -1 of a damaged one."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return -1
 
 
 def _lines(path: Path) -> Iterable[str]:

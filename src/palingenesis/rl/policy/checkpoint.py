@@ -129,20 +129,28 @@ def save(
     collector: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Write `checkpoints/step_<step>` and delete all but the newest `keep`."""
+    """Write `checkpoints/step_<step>` and delete all but the newest `keep`.
+
+    Raises:
+        CheckpointError: it cannot be written; older checkpoints are untouched.
+    """
     root = output_dir / "checkpoints"
     folder, partial = root / f"step_{step}", root / f"step_{step}.partial"
-    for left_over in root.glob("*.partial"):  # of a save that was cut off
-        shutil.rmtree(left_over)
-    partial.mkdir(parents=True)
-    export(partial / "policy", policy, masters, tokenizer, torch.float32)
-    torch.save(dict(optimizer), partial / "optimizer.pt")
-    state = {"step": step, "export_dtype": str(policy.export_dtype).removeprefix("torch."), "collector": collector}
-    (partial / "state.json").write_text(json.dumps(state), encoding="utf-8")
-    torch.save(_rng(), partial / "rng.pt")
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    (folder / MARKER).write_text("", encoding="utf-8")
+    try:
+        for left_over in root.glob("*.partial"):  # of a save that was cut off
+            shutil.rmtree(left_over)
+        partial.mkdir(parents=True)
+        export(partial / "policy", policy, masters, tokenizer, torch.float32)
+        torch.save(dict(optimizer), partial / "optimizer.pt")
+        state = {"step": step, "export_dtype": str(policy.export_dtype).removeprefix("torch."), "collector": collector}
+        (partial / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        torch.save(_rng(), partial / "rng.pt")
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        (folder / MARKER).write_text("", encoding="utf-8")
+    except Exception as error:  # a full disk is an OSError, torch's RuntimeError or safetensors' own
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"the checkpoint of step {step} cannot be written to {root}: {error}") from error
     for old in _complete(root)[:-keep]:
         shutil.rmtree(old.folder)
     return folder

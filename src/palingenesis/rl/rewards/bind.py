@@ -14,12 +14,14 @@ that no defect ever turns into a score.
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
+import itertools
 import math
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -263,19 +265,31 @@ class FunctionReward(BoundReward):
         return numbers(values, self.name, samples)
 
     async def _call(self, kwargs: dict[str, Any], samples: Sequence[Sample], threads: Threads) -> Any:
-        """The function's result, or the SkipSample it raised."""
+        """The function's result, or the SkipSample it raised.
+
+        Whatever else it raises ends the run as this reward's failure, KeyboardInterrupt and StopIteration included: an
+        event loop dies of the one, and a future cannot carry the other.
+        """
+        if self.asks.is_async:
+            result, error = await _awaited(self.function(**kwargs))
+        else:
+            result, error = await asyncio.wrap_future(threads.submit(lambda: self._outcome(kwargs, len(samples))))
+            if inspect.isawaitable(result):
+                result, error = await _awaited(result)
+        if error is None or isinstance(error, SkipSample):
+            return error or result
+        if isinstance(error, PalingenesisError):
+            raise error
+        message = f"{error}{_place(error, self.function)}"
+        raise RewardError(describe_failure(self.name, samples, type(error).__name__, message)) from error
+
+    def _outcome(self, kwargs: dict[str, Any], count: int) -> tuple[Any, BaseException | None]:
+        """In the thread: the result, or what was raised, as values. A generator runs here too."""
         try:
-            if self.asks.is_async:
-                return await self.function(**kwargs)
-            result = await asyncio.wrap_future(threads.submit(lambda: self.function(**kwargs)))
-            return await result if inspect.isawaitable(result) else result
-        except SkipSample as skip:
-            return skip
-        except PalingenesisError:
-            raise
-        except (Exception, SystemExit) as error:
-            message = f"{error}{_place(error, self.function)}"
-            raise RewardError(describe_failure(self.name, samples, type(error).__name__, message)) from error
+            result = self.function(**kwargs)
+            return list(itertools.islice(result, count + 1)) if isinstance(result, Iterator) else result, None
+        except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, and the caller tells it
+            return None, error
 
     def _arguments(self, sample: Sample) -> dict[str, Any]:
         asks, row = self.asks, sample.row
@@ -284,13 +298,13 @@ class FunctionReward(BoundReward):
             if key in PER_SAMPLE and key not in asks.columns:
                 kwargs[key] = PER_SAMPLE[key](sample)
             elif key in row.columns:
-                kwargs[key] = row.columns[key]
+                kwargs[key] = _own(row.columns[key])
             elif key == row.prompt_column[0]:
                 kwargs[key] = row.prompt_column[1]
             elif key not in asks.optional:
                 self._refuse(key, row)
         if asks.rest:
-            kwargs |= {key: value for key, value in row.columns.items() if key not in kwargs}
+            kwargs |= {key: _own(value) for key, value in row.columns.items() if key not in kwargs}
         return kwargs
 
     def _batch_arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -306,12 +320,12 @@ class FunctionReward(BoundReward):
                 kwargs[key] = [self._column(sample.row, key) for sample in samples]
         if asks.rest:
             columns = dict.fromkeys(key for sample in samples for key in sample.row.columns)
-            kwargs |= {k: [sample.row.columns.get(k) for sample in samples] for k in columns if k not in kwargs}
+            kwargs |= {k: [_own(sample.row.columns.get(k)) for sample in samples] for k in columns if k not in kwargs}
         return kwargs
 
     def _column(self, row: Row, key: str) -> Any:
         if key in row.columns:
-            return row.columns[key]
+            return _own(row.columns[key])
         if key == row.prompt_column[0]:
             return row.prompt_column[1]
         return None if key in self.asks.optional else self._refuse(key, row)
@@ -353,6 +367,22 @@ class FunctionReward(BoundReward):
 
 
 # ---------------------------------------------------------------------------------------------------- shared parts
+
+
+async def _awaited(call: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """The result, or what was raised; a cancellation of our own goes through."""
+    try:
+        return await call, None
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        return None, error
+
+
+def _own(value: Any) -> Any:
+    """A copy of a column for one call: a reward that changes a list must not change the row of the next sample."""
+    return copy.deepcopy(value) if isinstance(value, list | dict) else value
 
 
 async def gather(calls: Iterable[Awaitable[Any]]) -> list[Any]:

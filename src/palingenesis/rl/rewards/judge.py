@@ -348,7 +348,7 @@ def _content(response: httpx.Response) -> str:
     """The reply's text; empty for anything that is not a chat completion."""
     try:
         content = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         return ""
     return content if isinstance(content, str) else ""
 

@@ -178,7 +178,7 @@ class Collector:
             trajectories = await asyncio.gather(
                 *(self.episodes.run(row, prompt, temperature=temperature, seed=seed) for seed in seeds)
             )
-            return list(await self.scorer.score(trajectories))
+            return list(await self.scorer.score(trajectories, shaped=False))
 
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(one(row)) for row in rows]

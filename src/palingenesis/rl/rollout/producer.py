@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 NAP_S = 0.2
+CLOSE_S = 5.0
 
 
 class Producer:
@@ -46,19 +47,26 @@ class Producer:
         finally:
             future.cancel()
 
-    def close(self) -> None:
-        """End the loop and its tasks."""
+    def close(self, last: Coroutine[Any, Any, None] | None = None) -> bool:
+        """Run `last`, then end the loop and its tasks. False when something of the user's would not end in time; its
+        thread is a daemon and is left behind."""
 
         async def drain() -> None:
+            if last is not None:
+                await last
             others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(drain(), self._loop).result()
+        try:
+            asyncio.run_coroutine_threadsafe(drain(), self._loop).result(timeout=CLOSE_S)
+        except FutureTimeout:
+            return False
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        return True
 
 
 def _first(error: BaseException) -> BaseException:

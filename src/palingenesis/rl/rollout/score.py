@@ -43,15 +43,15 @@ class Scorer:
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
 
-    async def score(self, trajectories: Sequence[Trajectory]) -> tuple[Rollout, ...]:
-        """All rewards of a group at once.
+    async def score(self, trajectories: Sequence[Trajectory], *, shaped: bool = True) -> tuple[Rollout, ...]:
+        """All rewards of a group at once. The overlong penalty shapes training (`shaped`), not an evaluation.
 
         Raises:
             RewardError: a reward is defective.
         """
         scores = await self.rewards.score([sample_of(t) for t in trajectories])
         return tuple(
-            Rollout(trajectory, self._shape(trajectory, score), index)
+            Rollout(trajectory, self._shape(trajectory, score) if shaped else score, index)
             for index, (trajectory, score) in enumerate(zip(trajectories, scores, strict=True))
         )
 
