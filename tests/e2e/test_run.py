@@ -306,6 +306,7 @@ with Interrupts():
     if child == 0:
         time.sleep(60)
         os._exit(0)
+    time.sleep(0.5)  # Python drops a signal that arrives within the fork itself
     os.kill(child, signal.SIGTERM)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
 """
