@@ -1,0 +1,280 @@
+"""vLLM's in-process engine as one thread drives it: requests in, whole completions out, weights exchanged in between.
+
+    add ──> scheduler (steps) ──> model ──> our draw (sampler) ──> steps ──> the request, and its completion at the end
+
+vLLM's own output path (detokenizing, a `RequestOutput` a request and step) is left out.
+
+Invariants:
+- One thread at a time: the engine's own, or the trainer's while the engine's stands still.
+- A token's version is that of the weights its step was launched with: with asynchronous scheduling a step may be under
+  way while the one before it is read.
+- A prompt never meets keys and values of older weights: the prefix cache is salted with the version.
+- Written against vLLM 0.25.1 and 0.32: what is private there is touched in this folder alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from palingenesis.rl.engines.vllm.sampler import install
+from palingenesis.rl.engines.vllm.steps import Running, Steps
+from palingenesis.rl.errors import ConfigError, EngineError
+from palingenesis.rl.types import Completion, SamplingParams, Weights
+
+# Read when vllm is imported. In one process there is nothing to hand over between a step and its reader.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # ours draws; flashinfer would compile its own at start
+}
+SLEEP_LEVEL = 2  # the trainer has the weights: nothing needs to be kept on the host
+
+
+@dataclass(frozen=True)
+class VLLMOptions:
+    """What the engine is built with; names as in `rollout.*`.
+
+    Attributes:
+        model: folder of a Hugging Face checkpoint.
+        dtype: `bfloat16`, `float32`, ...
+        device: `cuda` or `cpu`.
+        max_num_seqs: sequences decoded at once.
+        sleep: the engine can give its memory back.
+        extra: `rollout.vllm_args`, over all others.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    max_model_len: int
+    max_num_seqs: int = 256
+    gpu_memory_utilization: float = 0.3
+    prefix_caching: bool = True
+    sleep: bool = False
+    kv_cache_dtype: str = ""
+    quantization: str = ""
+    seed: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def engine_args(self) -> dict[str, Any]:
+        """Arguments of `vllm.EngineArgs`."""
+        args: dict[str, Any] = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "skip_tokenizer_init": True,  # ids in, ids out
+            "generation_config": "vllm",  # not the checkpoint's top-k and penalties
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "enable_prefix_caching": self.prefix_caching,
+            "kv_cache_dtype": self.kv_cache_dtype or "auto",
+            "quantization": self.quantization or None,
+            "seed": self.seed,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if self.device == "cuda":
+            args |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": self.sleep}
+        else:
+            args |= {"enforce_eager": True}
+        return args | dict(self.extra)
+
+
+class Core:
+    """Owns vLLM's `LLMEngine`.
+
+    Args:
+        options: see `VLLMOptions`.
+
+    Attributes:
+        steps: the way between vLLM's scheduler and our requests.
+
+    Raises:
+        ConfigError: `vllm_args` names what vLLM does not know.
+        EngineError: vLLM cannot be imported or does not start.
+    """
+
+    def __init__(self, options: VLLMOptions) -> None:
+        self.options = options
+        self.asleep = False
+        self._stale = False  # asleep or just awake: the weights are not there
+        self._seeds: dict[str, int] = {}
+        self._number = 0
+        self.llm = _start(options)
+        self._client = self.llm.engine_core
+        self._engine = self._client.engine_core
+        self._runner = self.llm.model_executor.driver_worker.model_runner
+        self._seeds_by_vllm = hasattr(self._runner.sampler, "sampling_states")  # the older runner would make generators
+        self.exchange()
+
+    def exchange(self) -> None:
+        """Put our draw and our steps in the place of vLLM's."""
+        self._undo = install(self._runner, self._seeds)
+        self.steps = Steps(self._engine.scheduler, self.llm.model_config.max_model_len)
+
+    def restore(self) -> None:
+        """Give vLLM its own back: what benchmarks measure against."""
+        self._undo()
+        self.steps.let_go()
+
+    # --- requests ---
+
+    def add(self, prompt: tuple[int, ...], params: SamplingParams, done: Callable[[Completion | Exception], None]) -> str:
+        """Let a request join the next step; returns its id.
+
+        Raises:
+            EngineError: vLLM refuses it.
+        """
+        from vllm import SamplingParams as Sampling
+
+        name = f"p{self._number}"
+        self._number += 1
+        sampling = Sampling(
+            temperature=params.temperature,
+            max_tokens=params.max_new_tokens,
+            stop_token_ids=list(params.stop_token_ids),
+            ignore_eos=True,  # the stop tokens are these, not the checkpoint's
+            seed=params.seed if self._seeds_by_vllm else None,
+            detokenize=False,
+        )
+        inputs = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": f"v{self.steps.version}"}
+        self._seeds[name] = params.seed
+        try:
+            request = self.llm.input_processor.process_inputs(
+                name, inputs, sampling, supported_tasks=self.llm.get_supported_tasks()
+            )
+            self._client.add_request(request)
+        except Exception as error:  # noqa: BLE001 - vLLM validates with exceptions of several kinds
+            raise EngineError(f"vLLM refused a prompt of {len(prompt)} tokens: {error}") from error
+        record = self._engine.scheduler.requests[name]
+        self.steps.running[name] = Running(prompt, params, done, record, stops=frozenset(params.stop_token_ids))
+        return name
+
+    def abort(self, name: str) -> None:
+        """Forget a request; nothing if it is already done."""
+        if self.steps.running.pop(name, None) is not None:
+            self._seeds.pop(name, None)
+            self._client.abort_requests([name])
+
+    @property
+    def busy(self) -> bool:
+        """There is a step to make, or one under way."""
+        return bool(self._engine.scheduler.has_requests() or self._engine.batch_queue)
+
+    def step(self) -> None:
+        """One step; finished requests are told."""
+        _, executed = self._engine.step_fn()
+        self._engine.post_step(executed)
+
+    # --- weights and memory ---
+
+    def load(self, weights: Weights) -> None:
+        """Take new weights, between two steps. Running requests keep their keys and values.
+
+        Raises:
+            EngineError: names or shapes do not fit.
+        """
+        import torch
+
+        if self.asleep:
+            self.llm.wake_up(["weights"])
+        _synchronize()
+        loaded: list[str] = []
+        with torch.no_grad():
+            self._load(_counted(self._renamed(weights.tensors()), loaded))
+        _synchronize()
+        if not loaded:
+            raise EngineError("the policy sent no weights to vLLM.")
+        self.steps.version = weights.version
+        self._stale = False
+
+    def _load(self, tensors: Iterator[tuple[str, Any]]) -> None:
+        try:
+            if self.options.quantization or self.options.device == "cpu":  # weights in a form of the kernels' own
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+            else:
+                self._runner.model.load_weights(tensors)
+        except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+            raise EngineError(f"vLLM cannot take the policy's weights: {type(error).__name__}: {error}") from error
+
+    def _renamed(self, tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Names as the engine's class expects them: a text model inside a multi-modal one has a prefix of its own."""
+        inside = hasattr(self._runner.model, "language_model")
+        for name, tensor in tensors:
+            yield (f"model.language_model.{name[6:]}" if inside and name.startswith("model.") else name), tensor
+
+    def sleep(self) -> None:
+        """Give the memory back. Weights have to be loaded before the next step.
+
+        Raises:
+            EngineError: requests are running.
+        """
+        if self.steps.running:
+            raise EngineError(f"the engine was sent to sleep with {len(self.steps.running)} requests running.")
+        while self.busy:
+            self.step()
+        self.llm.sleep(level=SLEEP_LEVEL)
+        self.asleep = self._stale = True
+
+    def wake(self) -> None:
+        """Take the memory back; the weights were loaded already."""
+        if self._stale:
+            raise EngineError("the engine was woken before weights were loaded.")
+        self.llm.wake_up(["kv_cache"])
+        self.asleep = False
+
+    def close(self) -> None:
+        self.llm.engine_core.shutdown()
+
+
+def _start(options: VLLMOptions) -> Any:
+    """Build vLLM's engine."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+    except ImportError as error:
+        raise EngineError(
+            f"rollout.backend: vllm cannot be imported ({error}); install it with `pip install 'palingenesis[vllm]'`, or "
+            "set rollout.backend to hf."
+        ) from error
+    try:
+        args = EngineArgs(**options.engine_args())
+    except TypeError as error:
+        raise ConfigError(f"rollout.vllm_args: {str(error).removeprefix('EngineArgs.__init__() ')}.") from error
+    try:
+        return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+    except Exception as error:  # noqa: BLE001 - whatever keeps it from starting, the user needs one message
+        raise EngineError(_why_not_started(error, options)) from error
+
+
+def _why_not_started(error: Exception, options: VLLMOptions) -> str:
+    """One message for a failed start, with the cure where it is known."""
+    text = " ".join(str(error).split())
+    known = {
+        "memory": "raise rollout.gpu_memory_utilization, or lower rollout.max_model_len or rollout.max_num_seqs",
+        "KV cache": "raise rollout.gpu_memory_utilization, or lower rollout.max_model_len",
+        "architectures": "use a model that this vLLM knows, a newer vLLM, or rollout.backend hf",
+        "quantization": "set rollout.quantization to a method that this vLLM knows",
+    }
+    cure = next((cure for word, cure in known.items() if word in text), "its own log: VLLM_LOGGING_LEVEL=INFO")
+    return f"vLLM did not start with {options.model}: {type(error).__name__}: {text[:600]}\n  {cure}"
+
+
+def _counted(tensors: Iterator[tuple[str, Any]], into: list[str]) -> Iterator[tuple[str, Any]]:
+    for name, tensor in tensors:
+        into.append(name)
+        yield name, tensor
+
+
+def _synchronize() -> None:
+    """The trainer and the engine use streams of their own."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
