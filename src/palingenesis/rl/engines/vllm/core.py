@@ -14,9 +14,12 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from palingenesis.rl.engines.vllm.sampler import install
@@ -80,7 +83,7 @@ class VLLMOptions:
             args |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": self.sleep}
         else:
             args |= {"enforce_eager": True}
-        return args | dict(self.extra)
+        return args | _for_model(self.model) | dict(self.extra)
 
 
 class Core:
@@ -122,7 +125,9 @@ class Core:
 
     # --- requests ---
 
-    def add(self, prompt: tuple[int, ...], params: SamplingParams, done: Callable[[Completion | Exception], None]) -> str:
+    def add(
+        self, prompt: tuple[int, ...], params: SamplingParams, done: Callable[[Completion | Exception], None]
+    ) -> str:
         """Let a request join the next step; returns its id.
 
         Raises:
@@ -147,7 +152,7 @@ class Core:
                 name, inputs, sampling, supported_tasks=self.llm.get_supported_tasks()
             )
             self._client.add_request(request)
-        except Exception as error:  # noqa: BLE001 - vLLM validates with exceptions of several kinds
+        except Exception as error:  # vLLM validates with exceptions of several kinds
             raise EngineError(f"vLLM refused a prompt of {len(prompt)} tokens: {error}") from error
         record = self._engine.scheduler.requests[name]
         self.steps.running[name] = Running(prompt, params, done, record, stops=frozenset(params.stop_token_ids))
@@ -230,6 +235,19 @@ class Core:
         self.llm.engine_core.shutdown()
 
 
+def _for_model(folder: str) -> dict[str, Any]:
+    """What the architecture asks for: no vision tower for a policy that reads text, and for linear attention the kernels
+    that are there (vLLM takes flashinfer's for granted)."""
+    config = Path(folder) / "config.json"
+    values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    args: dict[str, Any] = {}
+    if "vision_config" in values:
+        args |= {"language_model_only": True, "limit_mm_per_prompt": {"image": 0, "video": 0}}
+    if "linear_num_key_heads" in values.get("text_config", values) and find_spec("flashinfer") is None:
+        args |= {"additional_config": {"gdn_prefill_backend": "triton"}}
+    return args
+
+
 def _start(options: VLLMOptions) -> Any:
     """Build vLLM's engine."""
     for name, value in ENVIRONMENT.items():
@@ -249,7 +267,7 @@ def _start(options: VLLMOptions) -> Any:
         raise ConfigError(f"rollout.vllm_args: {str(error).removeprefix('EngineArgs.__init__() ')}.") from error
     try:
         return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
-    except Exception as error:  # noqa: BLE001 - whatever keeps it from starting, the user needs one message
+    except Exception as error:  # whatever keeps it from starting, the user needs one message
         raise EngineError(_why_not_started(error, options)) from error
 
 

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 
 from palingenesis.rl.engines.vllm.core import Core, VLLMOptions
 from palingenesis.rl.errors import EngineError, PalingenesisError
+from palingenesis.rl.observe.waits import progress, wait_for
 from palingenesis.rl.types import Completion, EngineUsage, SamplingParams, Weights
 
 START_S = 1200.0  # compiling and capturing took 40 to 150 s on one H200; a cold cache and a large model take longer
@@ -48,8 +49,7 @@ class VLLMEngine:
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="vllm-engine", daemon=True)
         self._thread.start()
-        if not started.wait(START_S):
-            raise EngineError(f"vLLM did not start within {START_S:.0f} s.")
+        wait_for(started.wait, "engine", f"vLLM to start with {options.model}", START_S)
         if self._failure:
             raise self._failure
 
@@ -85,6 +85,7 @@ class VLLMEngine:
             self.core.step()
         except Exception as error:  # noqa: BLE001 - whatever a step raises ends the engine and reaches every request
             self._fail(error)
+        progress("engine", f"a step of {self.core.steps.seqs} sequences")
         if not self._timeline or self._timeline[-1][1] != self.core.steps.seqs:
             self._timeline.append((time.monotonic(), self.core.steps.seqs))
 
@@ -141,8 +142,7 @@ class VLLMEngine:
 
         self._inbox.put(stand)
         try:
-            if not standing.wait(STILL_S):
-                raise EngineError(f"the engine thread did not stand still within {STILL_S:.0f} s: a step of vLLM hangs.")
+            wait_for(standing.wait, "engine", "the engine's thread to stand still between two steps", STILL_S)
             if self._failure is not None:
                 raise self._failure
             yield

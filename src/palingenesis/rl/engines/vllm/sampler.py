@@ -41,7 +41,7 @@ class _RunnerV2:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self._logprobs: Tensor | None = None
+        self._logprobs = torch.empty(0)
         inner.sample = self._sample
 
     def __getattr__(self, name: str) -> Any:
@@ -57,9 +57,7 @@ class _RunnerV2:
         rows = args[0]
         positions = args[self._position_at]
         states = self.inner.sampling_states
-        tokens, self._logprobs = sample(
-            logits, states.temperature.gpu[rows], states.seeds.gpu[rows], positions
-        )
+        tokens, self._logprobs = sample(logits, states.temperature.gpu[rows], states.seeds.gpu[rows], positions)
         return tokens, logits
 
     @property
