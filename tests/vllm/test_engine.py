@@ -20,7 +20,7 @@ from tests.vllm.conftest import DEVICE
 STOP = 262
 PROMPTS = [tuple(range(10 + i % 3, 40 + i)) for i in range(16)]
 # The trainer and vLLM share no kernel: in float32 they differ by rounding, in bf16 by its steps.
-AGREE = 1e-4 if DEVICE.type == "cpu" else 0.25
+AGREE = 1e-5 if DEVICE.type == "cpu" else 0.03
 
 
 def sample(engine: Any, prompts: list[tuple[int, ...]], **params: Any) -> list[Completion]:
@@ -33,9 +33,9 @@ def sample(engine: Any, prompts: list[tuple[int, ...]], **params: Any) -> list[C
     return asyncio.run(all_at_once())
 
 
-def worst(policy: Policy, prompts: list[tuple[int, ...]], done: list[Completion], temperature: float = 1.0) -> float:
-    """Largest difference between the engine's log-probs and the trainer's."""
-    gap = 0.0
+def gap(policy: Policy, prompts: list[tuple[int, ...]], done: list[Completion], temperature: float = 1.0) -> float:
+    """Mean absolute difference between the engine's log-probs and the trainer's."""
+    differences = []
     for prompt, completion in zip(prompts, done, strict=True):
         ids = torch.tensor([[*prompt, *completion.token_ids]], device=DEVICE)
         with torch.no_grad():
@@ -43,8 +43,8 @@ def worst(policy: Policy, prompts: list[tuple[int, ...]], done: list[Completion]
             z = (hidden.double() @ policy.head.weight.double().T) / temperature
         count = torch.arange(len(completion.token_ids), device=DEVICE)
         expected = torch.log_softmax(z, -1)[count, list(completion.token_ids)].cpu()
-        gap = max(gap, float((torch.tensor(completion.logprobs) - expected).abs().max()))
-    return gap
+        differences.append((torch.tensor(completion.logprobs) - expected).abs())
+    return float(torch.cat(differences).mean())
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -71,7 +71,7 @@ def shaken(policy: Policy, seed: int = 0) -> Policy:
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_sampled_logprobs_are_the_trainers(engine: Any, policy: Policy, temperature: float) -> None:
     engine.load(PolicyWeights(0, policy.model))
-    assert worst(policy, PROMPTS, sample(engine, PROMPTS, temperature=temperature), temperature) < AGREE
+    assert gap(policy, PROMPTS, sample(engine, PROMPTS, temperature=temperature), temperature) < AGREE
 
 
 def test_new_weights_reach_every_layer_and_the_tied_head(engine: Any, policy: Policy) -> None:
@@ -79,7 +79,7 @@ def test_new_weights_reach_every_layer_and_the_tied_head(engine: Any, policy: Po
         shaken(policy, version)
         engine.load(PolicyWeights(version, policy.model))
         done = sample(engine, PROMPTS)
-        assert worst(policy, PROMPTS, done) < AGREE
+        assert gap(policy, PROMPTS, done) < AGREE
         assert {v for completion in done for v in completion.versions} == {version}
 
 
@@ -118,7 +118,7 @@ def test_no_prompt_meets_keys_of_older_weights(engine: Any, policy: Policy) -> N
     engine.usage()
     done = sample(engine, [prompt] * 2, max_new_tokens=8)
     assert engine.usage().prefill_tokens >= 300, "it was computed anew"
-    assert worst(policy, [prompt] * 2, done) < AGREE
+    assert gap(policy, [prompt] * 2, done) < AGREE
 
 
 def mixed_load(core: Any, seed: int) -> tuple[dict[int, Completion], int]:
@@ -153,7 +153,7 @@ def test_the_short_way_leaves_what_vllms_own_would(engine: Any, policy: Policy, 
         outcome = []
         for shortcut in (True, False):
             core.steps.shortcut, core.steps.short = shortcut, 0
-            core.steps.version += 1  # neither finds the other's blocks in the prefix cache
+            core._loads += 1  # neither finds the other's blocks in the prefix cache
             outcome.append(mixed_load(core, seed=blocks))
             assert (core.steps.short > 100) is shortcut
         core.steps.shortcut = True
@@ -201,7 +201,7 @@ def test_asleep_it_holds_nothing_and_awake_it_is_right(engine: Any, policy: Poli
     shaken(policy)
     engine.load(PolicyWeights(5, policy.model))
     engine.wake()
-    assert worst(policy, PROMPTS, sample(engine, PROMPTS)) < AGREE
+    assert gap(policy, PROMPTS, sample(engine, PROMPTS)) < AGREE
 
 
 # --- the last test of the module ends the engine ---

@@ -8,7 +8,7 @@ Invariants:
 - One thread at a time: the engine's own, or the trainer's while the engine's stands still.
 - A token's version is that of the weights its step was launched with: with asynchronous scheduling a step may be under
   way while the one before it is read.
-- A prompt never meets keys and values of older weights: the prefix cache is salted with the version.
+- A prompt never meets keys and values of older weights: the prefix cache is salted with the number of loads.
 - Written against vLLM 0.25.1 and 0.32: what is private there is touched in this folder alone.
 """
 
@@ -105,18 +105,19 @@ class Core:
         self.asleep = False
         self._stale = False  # asleep or just awake: the weights are not there
         self._seeds: dict[str, int] = {}
-        self._number = 0
+        self._number = self._loads = 0
         self.llm = _start(options)
         self._client = self.llm.engine_core
         self._engine = self._client.engine_core
         self._runner = self.llm.model_executor.driver_worker.model_runner
         self._seeds_by_vllm = hasattr(self._runner.sampler, "sampling_states")  # the older runner would make generators
-        self.exchange()
-
-    def exchange(self) -> None:
-        """Put our draw and our steps in the place of vLLM's."""
         self._undo = install(self._runner, self._seeds)
         self.steps = Steps(self._engine.scheduler, self.llm.model_config.max_model_len)
+
+    def exchange(self) -> None:
+        """Put our draw and our steps in the place of vLLM's again."""
+        self._undo = install(self._runner, self._seeds)
+        self.steps.take_over()
 
     def restore(self) -> None:
         """Give vLLM its own back: what benchmarks measure against."""
@@ -145,7 +146,7 @@ class Core:
             seed=params.seed if self._seeds_by_vllm else None,
             detokenize=False,
         )
-        inputs = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": f"v{self.steps.version}"}
+        inputs = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": f"load{self._loads}"}
         self._seeds[name] = params.seed
         try:
             request = self.llm.input_processor.process_inputs(
@@ -185,6 +186,7 @@ class Core:
         import torch
 
         if self.asleep:
+            _free_cached_memory()
             self.llm.wake_up(["weights"])
         _synchronize()
         loaded: list[str] = []
@@ -194,6 +196,7 @@ class Core:
         if not loaded:
             raise EngineError("the policy sent no weights to vLLM.")
         self.steps.version = weights.version
+        self._loads += 1
         self._stale = False
 
     def _load(self, tensors: Iterator[tuple[str, Any]]) -> None:
@@ -228,6 +231,7 @@ class Core:
         """Take the memory back; the weights were loaded already."""
         if self._stale:
             raise EngineError("the engine was woken before weights were loaded.")
+        _free_cached_memory()
         self.llm.wake_up(["kv_cache"])
         self.asleep = False
 
@@ -288,6 +292,13 @@ def _counted(tensors: Iterator[tuple[str, Any]], into: list[str]) -> Iterator[tu
     for name, tensor in tensors:
         into.append(name)
         yield name, tensor
+
+
+def _free_cached_memory() -> None:
+    """What the trainer has freed is cached by torch, and would be missing where vLLM takes its own back."""
+    import torch
+
+    torch.cuda.empty_cache()
 
 
 def _synchronize() -> None:

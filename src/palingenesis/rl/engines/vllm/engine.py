@@ -42,7 +42,7 @@ class VLLMEngine:
     def __init__(self, options: VLLMOptions) -> None:
         self._options = options
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._failure: PalingenesisError | None = None
+        self._failure: Exception | None = None
         self._timeline: list[tuple[float, int]] = []
         self._seen = {"prefill": 0, "cached": 0, "generated": 0}
         self.core: Core
@@ -58,7 +58,7 @@ class VLLMEngine:
     def _run(self, started: threading.Event) -> None:
         try:
             self.core = Core(self._options)
-        except PalingenesisError as error:
+        except Exception as error:  # noqa: BLE001 - the constructor raises it on the caller's thread
             self._failure = error
             return
         finally:

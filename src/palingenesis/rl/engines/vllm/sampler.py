@@ -14,6 +14,7 @@ nothing that the stand-ins leave out is asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class _RunnerV2:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self._logprobs = torch.empty(0)
+        names = list(signature(type(inner).sample).parameters)
+        self._position_at = names.index("pos") - names.index("logits") - 1  # its place moved between versions
         inner.sample = self._sample
 
     def __getattr__(self, name: str) -> Any:
@@ -53,20 +56,12 @@ class _RunnerV2:
         return out
 
     def _sample(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """`(logits, expanded_idx_mapping, ..., pos, ...)`; the place of `pos` moved between versions."""
+        """`(logits, expanded_idx_mapping, ..., pos, ...)`."""
         rows = args[0]
         positions = args[self._position_at]
         states = self.inner.sampling_states
         tokens, self._logprobs = sample(logits, states.temperature.gpu[rows], states.seeds.gpu[rows], positions)
         return tokens, logits
-
-    @property
-    def _position_at(self) -> int:
-        """Index of `pos` among the arguments after `logits`."""
-        import inspect
-
-        names = list(inspect.signature(type(self.inner).sample).parameters)
-        return names.index("pos") - names.index("logits") - 1
 
     def remove(self) -> Any:
         del self.inner.sample

@@ -82,12 +82,17 @@ class Steps:
         self.seqs = 0
         self.totals: Counter[str] = Counter()
         self.short = 0
-        self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
         self._asynchronous = hasattr(scheduler, "_spec_token_placeholders")
         self._counts_in_flight = _counts_in_flight()
         self._unit = _block_unit(scheduler)
         self.shortcut = self._unit > 0 and _is_plain(scheduler)
-        scheduler.schedule, scheduler.update_from_output = self.schedule, self.read
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Stand in for the scheduler's own ways."""
+        s = self.scheduler
+        self._schedule, self._update = s.schedule, s.update_from_output
+        s.schedule, s.update_from_output = self.schedule, self.read
 
     def let_go(self) -> None:
         """Give the scheduler its own ways back."""
