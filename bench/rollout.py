@@ -149,7 +149,7 @@ def vllm(engine: VLLMEngine, load: Load, **asked: Any) -> Measured:
 
     out = Measured()
     with plain_vllm(engine) as llm:
-        running = engine.core._engine.scheduler.running
+        scheduler = engine.core._engine.scheduler  # it makes a new list of running requests now and then
         began = last = time.perf_counter()
         for number, (prompt, tokens) in enumerate(zip(load.prompts, load.tokens, strict=True)):
             params = Sampling(
@@ -166,7 +166,7 @@ def vllm(engine: VLLMEngine, load: Load, **asked: Any) -> Measured:
                 out.tokens += len(done.outputs[0].token_ids)
                 out.cached += done.num_cached_tokens or 0
             now = time.perf_counter()
-            out.steps.append((now - last, len(running)))
+            out.steps.append((now - last, len(scheduler.running)))
             last = now
         out.seconds = time.perf_counter() - began
         while engine.core.busy:  # a step that was under way for requests that are done

@@ -82,6 +82,7 @@ class Steps:
         self.seqs = 0
         self.totals: Counter[str] = Counter()
         self.short = 0
+        self._preemptions = 0
         self._asynchronous = hasattr(scheduler, "_spec_token_placeholders")
         self._counts_in_flight = _counts_in_flight()
         self._unit = _block_unit(scheduler)
@@ -92,11 +93,18 @@ class Steps:
         """Stand in for the scheduler's own ways."""
         s = self.scheduler
         self._schedule, self._update = s.schedule, s.update_from_output
-        s.schedule, s.update_from_output = self.schedule, self.read
+        self._preempt = s._preempt_request
+        s.schedule, s.update_from_output, s._preempt_request = self.schedule, self.read, self.preempt
 
     def let_go(self) -> None:
         """Give the scheduler its own ways back."""
-        del self.scheduler.schedule, self.scheduler.update_from_output
+        s = self.scheduler
+        del s.schedule, s.update_from_output, s._preempt_request
+
+    def preempt(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps under way may now hold tokens of a request that does not run: they are read vLLM's own way."""
+        self._preemptions += 1
+        return self._preempt(*args, **kwargs)
 
     # --- launching a step ---
 
@@ -119,15 +127,12 @@ class Steps:
     def _decode(self) -> Any:
         """One token for every running request, or None where vLLM's own way has to decide. Nothing is changed before
         that is settled."""
-        from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-        from vllm.v1.core.sched.output import SchedulerOutput
-
         s, manager = self.scheduler, self.scheduler.kv_cache_manager
         chosen: list[Any] = []
         growing: list[Any] = []
         for request in s.running:
             computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
-            if request.request_id not in self.running or request.num_tokens + placeholders - computed != 1:
+            if len(request._all_token_ids) + placeholders - computed != 1 or request.request_id not in self.running:
                 return None
             ends = request.num_prompt_tokens + request.max_tokens
             if (placeholders and computed + 2 - placeholders >= ends) or computed >= self.max_model_len - 1:
@@ -142,56 +147,70 @@ class Steps:
             return None  # somebody may have to be preempted
         s.current_step += 1
         manager.new_step_starts()
-        nothing = manager.empty_kv_cache_blocks
-        blocks: dict[str, KVCacheBlocks] = {request.request_id: nothing for request in chosen}
-        for request in growing:
-            blocks[request.request_id] = manager.allocate_slots(request, 1)
-        counts = dict.fromkeys(blocks, 1)
-        scheduled = SchedulerOutput.make_empty()
-        scheduled.scheduled_cached_reqs = s._make_cached_request_data(chosen, [], counts, {}, blocks)
-        scheduled.num_scheduled_tokens = counts
-        scheduled.total_num_scheduled_tokens = len(counts)
-        scheduled.finished_req_ids = s.finished_req_ids
-        scheduled.preempted_req_ids = s.reset_preempted_req_ids
-        scheduled.free_encoder_mm_hashes = []
-        if hasattr(scheduled, "num_common_prefix_blocks"):
-            scheduled.num_common_prefix_blocks = manager.get_num_common_prefix_blocks(chosen[0].request_id)
+        blocks = {r.request_id: manager.allocate_slots(r, 1).get_block_ids(allow_none=True) for r in growing}
+        scheduled = self._scheduled(chosen, blocks)
+        for request in chosen:
+            request.num_computed_tokens += 1
+            if self._asynchronous:
+                request.num_output_placeholders += 1
+                request.next_decode_eligible_step = s.current_step + 1
+            if self._counts_in_flight:
+                request.num_in_flight_tokens += 1
+        if s.defer_block_free:
+            s.sched_step_seq += 1
+            for request in chosen:
+                request.last_sched_seq = s.sched_step_seq
+        s.finished_req_ids, s.reset_preempted_req_ids = set(), set()
+        self.short += 1
+        return scheduled
+
+    def _scheduled(self, chosen: list[Any], blocks: dict[str, Any]) -> Any:
+        """What the model runner is told: one more token for each of `chosen`, new blocks for some."""
+        from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+        s, manager = self.scheduler, self.scheduler.kv_cache_manager
+        names = [request.request_id for request in chosen]
+        counts = dict.fromkeys(names, 1)
+        out = SchedulerOutput.make_empty()
+        out.scheduled_cached_reqs = CachedRequestData(
+            req_ids=names,
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[blocks.get(name) for name in names],
+            num_computed_tokens=[request.num_computed_tokens for request in chosen],
+            num_output_tokens=[request.num_computed_tokens + 1 - request.num_prompt_tokens for request in chosen],
+        )
+        out.num_scheduled_tokens = counts
+        out.total_num_scheduled_tokens = len(counts)
+        out.finished_req_ids = s.finished_req_ids
+        out.preempted_req_ids = s.reset_preempted_req_ids
+        if hasattr(out, "num_common_prefix_blocks"):
+            out.num_common_prefix_blocks = manager.get_num_common_prefix_blocks(names[0])
         fresh = manager.take_new_block_ids()
-        scheduled.new_block_ids_to_zero = (fresh or None) if s.needs_kv_cache_zeroing else None
+        out.new_block_ids_to_zero = (fresh or None) if s.needs_kv_cache_zeroing else None
         if hasattr(manager, "take_boundary_state_offloads"):
             manager.take_boundary_state_offloads()  # offers to a connector that is not there; they would pile up
         if not s.use_v2_model_runner:
+            rejoining = counts.keys() - s.prev_step_scheduled_req_ids
+            out.scheduled_cached_reqs.all_token_ids = {n: s.requests[n].all_token_ids.copy() for n in rejoining}
             s.prev_step_scheduled_req_ids.clear()
             s.prev_step_scheduled_req_ids.update(counts)
-        if s.defer_block_free:
-            s.sched_step_seq += 1
-        s._update_after_schedule(scheduled)
-        scheduled.is_short = True
-        self.short += 1
-        return scheduled
+        out.is_short = True
+        out.preemptions = self._preemptions
+        return out
 
     # --- reading a step ---
 
     def read(self, scheduled: Any, output: Any) -> Any:
         """Take a step's tokens into the scheduler and to our requests."""
         self.seqs = len(scheduled.num_scheduled_tokens)
-        if scheduled.is_short and self._reads_plainly(scheduled):
+        if scheduled.is_short and scheduled.preemptions == self._preemptions:
             self._take(scheduled, output)
             return {}
         outputs = self._update(scheduled, output)
         self._take_outputs(scheduled, output, outputs)
         return outputs
-
-    def _reads_plainly(self, scheduled: Any) -> bool:
-        """Nobody was preempted since the step was launched."""
-        from vllm.v1.request import RequestStatus
-
-        requests = self.scheduler.requests
-        return all(
-            requests[name].status == RequestStatus.RUNNING and not getattr(requests[name], "num_stale_output_tokens", 0)
-            for name in scheduled.num_scheduled_tokens
-            if name in requests
-        )
 
     def _take(self, scheduled: Any, output: Any) -> None:
         s = self.scheduler
@@ -291,8 +310,7 @@ _NAMES = (
     "sched_step_seq",
     "processed_step_seq",
     "_drain_deferred_frees",
-    "_make_cached_request_data",
-    "_update_after_schedule",
+    "_preempt_request",
     "_free_request",
 )
 
