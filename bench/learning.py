@@ -69,7 +69,7 @@ def config(name: str, args: argparse.Namespace, scratch: Path, overrides: list[s
            "train.save_final": "false", "train.eval_every": args.eval_every, "logging.log_every": 5,
            "logging.dump_trajectories": 0}  # fmt: skip
     if args.backend == "vllm":
-        own |= {"rollout.sleep": "false", "rollout.max_num_seqs": 512}  # one engine for all of them
+        own |= {"rollout.max_num_seqs": 512} | ({} if name.endswith("stale") else {"rollout.sleep": "false"})  # one engine
     if name == "gsm8k":
         file = "rl_smollm2.yaml"
         own |= {"data.dataset": args.gsm8k / "train.jsonl", "data.eval_dataset": args.gsm8k / "test.jsonl",

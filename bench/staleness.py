@@ -148,10 +148,8 @@ def config(args: argparse.Namespace, scratch: Path, policy: str, staleness: int,
         "loss": {"seq_mask": 0},
     }
     if args.backend == "vllm":
-        values["rollout"] |= {"sleep": False, "gpu_memory_utilization": args.memory}
-        most = 1 + max(
-            map(int, args.order.split(","))
-        )  # the engine is the same for all runs: what the stalest would get
+        values["rollout"] |= {"gpu_memory_utilization": args.memory} | ({} if staleness else {"sleep": False})
+        most = 1 + max(map(int, args.order.split(",")))  # one engine for all runs: what the stalest would get
         values["rollout"]["max_num_seqs"] = args.max_num_seqs or max(256, most * args.prompts * args.group)
         if extra := json.loads(args.vllm_args):
             values["rollout"]["vllm_args"] = extra
