@@ -43,14 +43,15 @@ class OutOfTimeError(StopRun):
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """End a run after the step in which its time is up, with an evaluation."""
+    """End a run after the step in which its time is up, counted from its first step, with an evaluation."""
     from palingenesis.rl.trainer import Run
 
-    report, deadline = Run.report, time.monotonic() + seconds
+    report, began = Run.report, []
 
     def reported(self: Run, *args: Any, **kwargs: Any) -> None:
         report(self, *args, **kwargs)
-        if time.monotonic() > deadline:
+        began.append(time.monotonic())
+        if began[-1] > began[0] + seconds:
             self.evaluate(lambda: None)
             raise OutOfTimeError(f"{seconds:.0f} s are over")
 
@@ -64,12 +65,14 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def config(name: str, args: argparse.Namespace, scratch: Path, overrides: list[str]) -> RLConfig:
-    rows = scratch / "chain_sum"
+    rows = scratch / "rows"
     own = {"train.output_dir": scratch / name, "model.policy": args.smollm2, "rollout.max_model_len": 512,
            "train.save_final": "false", "train.eval_every": args.eval_every, "logging.log_every": 5,
            "logging.dump_trajectories": 0}  # fmt: skip
     if args.backend == "vllm":
-        own |= {"rollout.max_num_seqs": 512} | ({} if name.endswith("stale") else {"rollout.sleep": "false"})  # one engine
+        own |= {"rollout.max_num_seqs": 512} | (
+            {} if name.endswith("stale") else {"rollout.sleep": "false"}
+        )  # one engine
     if name == "gsm8k":
         file = "rl_smollm2.yaml"
         own |= {"data.dataset": args.gsm8k / "train.jsonl", "data.eval_dataset": args.gsm8k / "test.jsonl",
@@ -139,7 +142,7 @@ def main() -> int:
         script = ROOT / "examples" / "rl" / "prepare_chain_sum.py"
         ranges = ["--terms", *args.terms, "--digits", *args.digits]
         counts = ["--train", "4096", "--eval", "256"]
-        subprocess.run([sys.executable, script, "--out", scratch / "chain_sum", *ranges, *counts], check=True)
+        subprocess.run([sys.executable, script, "--out", scratch / "rows", *ranges, *counts], check=True)
         for name in args.only.split(","):
             try:
                 got = learn(name, args, scratch, overrides)
