@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from palingenesis import __version__
 from palingenesis.rl.errors import UsageError
-from palingenesis.rl.observe.exits import exit_code
+from palingenesis.rl.observe.exits import exit_code, leave
 from palingenesis.rl.plugins import nearest
 
 Command = Callable[[argparse.Namespace, list[str]], None]
@@ -28,7 +28,7 @@ Command = Callable[[argparse.Namespace, list[str]], None]
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code."""
-    sys.exit(run(sys.argv[1:] if argv is None else argv))
+    leave(run(sys.argv[1:] if argv is None else argv))
 
 
 def run(argv: Sequence[str]) -> int:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -60,7 +64,35 @@ def scripted(policy: Policy, template: ChatTemplate) -> Case:
     return Case(ScriptedEngine(script), [(1, 2, 3), (4, 5), (6, 7, 8, 9)], stop=1)
 
 
-ENGINES: dict[str, Callable[[Policy, ChatTemplate], Case]] = {"hf": hf, "scripted": scripted}
+def hf_copy(policy: Policy, template: ChatTemplate) -> Case:
+    case = hf(policy, template)
+    case.engine.close()
+    case.engine = HFEngine(policy.model, template.tokenizer.pad_token_id, own_copy=True)
+    return case
+
+
+def scripted_slow(policy: Policy, template: ChatTemplate) -> Case:
+    case = scripted(policy, template)
+    case.engine = ScriptedEngine(lambda prompt, params: [5] * params.max_new_tokens, delay=0.5)
+    return case
+
+
+def vllm(policy: Policy, template: ChatTemplate) -> Case:
+    from palingenesis.rl.engines.vllm import VLLMEngine, VLLMOptions
+
+    case = hf(policy, template)
+    case.engine.close()
+    options = VLLMOptions(policy_path("builtin:tiny"), "float32", "cpu", max_model_len=512)
+    case.engine = VLLMEngine(options)
+    case.engine.load(PolicyWeights(0, policy.model))
+    return case
+
+
+Make = Callable[[Policy, ChatTemplate], Case]
+ENGINES: dict[str, Make] = {"hf": hf, "hf-copy": hf_copy, "scripted": scripted}
+OVERLAPPING: dict[str, Make] = {"hf-copy": hf_copy, "scripted": scripted_slow}  # may be loaded while requests run
+if find_spec("vllm") and not torch.cuda.is_available():  # scripts/check-vllm; a GPU's is in tests/vllm
+    ENGINES["vllm"] = OVERLAPPING["vllm"] = vllm
 
 
 @pytest.fixture(params=ENGINES)
@@ -128,7 +160,113 @@ def test_it_works_again_after_sleeping(case: Case) -> None:
     assert completion.token_ids
 
 
+@pytest.mark.parametrize("make", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_loading_keeps_running_requests_and_labels_their_tokens(
+    make: Make, policy: Policy, template: ChatTemplate
+) -> None:
+    case = make(policy, template)
+    case.engine.load(PolicyWeights(1, policy.model))
+    budget = 200
+    endless = case.params(max_new_tokens=budget, stop_token_ids=())
+    done: list[Completion] = []
+    requests = threading.Thread(target=lambda: done.extend(case.generate(*((p, endless) for p in case.prompts))))
+    requests.start()
+    time.sleep(0.2)
+    case.engine.load(PolicyWeights(2, policy.model))
+    assert requests.is_alive(), "they were running"
+    requests.join(30)
+    assert len(done) == len(case.prompts)
+    for completion in done:
+        assert len(completion.token_ids) == budget
+        assert list(completion.versions) == sorted(completion.versions)
+        assert set(completion.versions) == {1, 2}
+    (after,) = case.generate((case.prompts[0], case.params()))
+    assert set(after.versions) == {2}
+    case.engine.close()
+
+
 # What only the embedded engine can promise.
+
+
+def changed(policy: Policy) -> Policy:
+    """Another policy of the same shape."""
+    other = copy.deepcopy(policy)
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.mul_(1.0 + 0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    return other
+
+
+def worst_difference(case: Case, policy: Policy) -> float:
+    requests = [(p, case.params(seed=s)) for p in case.prompts for s in range(8)]
+    worst = 0.0
+    for (prompt, _), completion in zip(requests, case.generate(*requests), strict=True):
+        expected = trainer_logprobs(policy, prompt, completion.token_ids, 1.0)
+        worst = max(worst, float((torch.tensor(completion.logprobs) - expected).abs().max()))
+    return worst
+
+
+def test_a_copy_samples_with_the_weights_it_was_given(policy: Policy, template: ChatTemplate) -> None:
+    case, other = hf_copy(policy, template), changed(policy)
+    assert worst_difference(case, policy) < 1e-4
+    assert worst_difference(case, other) > 0.01, "the test tells them apart"
+    case.engine.load(PolicyWeights(1, other.model))
+    assert worst_difference(case, other) < 1e-4
+    with torch.no_grad():
+        other.model.get_input_embeddings().weight.zero_()  # the trainer goes on; the engine's copy does not
+    case.engine.load(PolicyWeights(2, policy.model))
+    assert worst_difference(case, policy) < 1e-4
+    case.engine.close()
+
+
+def test_the_first_tokens_of_a_wave_are_of_the_old_weights(policy: Policy, template: ChatTemplate) -> None:
+    """In the middle of a wave the keys and values stay, so only the tokens before the load can be recomputed."""
+    case, other = hf_copy(policy, template), changed(policy)
+    endless = case.params(max_new_tokens=200, stop_token_ids=())
+    done: list[Completion] = []
+    wave = threading.Thread(target=lambda: done.extend(case.generate((case.prompts[0], endless))))
+    wave.start()
+    time.sleep(0.2)
+    case.engine.load(PolicyWeights(1, other.model))
+    wave.join(30)
+    case.engine.close()
+    (completion,) = done
+    before = completion.versions.count(0)
+    assert 0 < before < 200
+    expected = trainer_logprobs(policy, case.prompts[0], completion.token_ids, 1.0)
+    differences = (torch.tensor(completion.logprobs) - expected).abs()
+    assert float(differences[:before].max()) < 1e-4
+    assert float(differences[before:].max()) > 0.01
+
+
+def test_weights_that_lack_a_tensor_are_refused(policy: Policy, template: ChatTemplate) -> None:
+    class Partial(PolicyWeights):
+        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from list(super().tensors())[1:]
+
+    case = hf_copy(policy, template)
+    with pytest.raises(EngineError, match=r"the weights of step 3 lack model\.embed_tokens\.weight"):
+        case.engine.load(Partial(3, policy.model))
+    case.engine.close()
+
+
+def test_a_wave_that_hangs_does_not_hold_up_the_end(
+    policy: Policy, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("palingenesis.rl.engines.hf.CLOSE_S", 0.3)
+    case = hf(policy, template)
+    gate, own = threading.Event(), policy.model.generation_config
+    hook = policy.model.get_input_embeddings().register_forward_hook(lambda *_: gate.wait() and None)
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(case.engine.generate(case.prompts[0], case.params()), 0.3)
+        case.engine.close()
+        gate.set()
+
+    asyncio.run(give_up())
+    hook.remove()
+    assert policy.model.generation_config is own, "a checkpoint written now is as it was"
 
 
 def trainer_logprobs(

@@ -27,6 +27,20 @@ def test_the_quickstart_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert all(line["policy/abs_ratio_dev"] < 1e-4 for line in metrics), "sampler and trainer are one model"
 
 
+@pytest.mark.slow
+def test_the_quickstart_learns_while_rollouts_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bench/staleness_cpu.py compares the samples it needs with staleness 0."""
+    monkeypatch.chdir(ROOT)
+    options = ["--train.output_dir", str(tmp_path / "run"), "--train.steps", "33", "--train.eval_every", "0"]
+    options += ["--rollout.max_staleness", "1", "--rollout.max_num_seqs", "64"]
+    RLTrainer(RLConfig.from_yaml("configs/rl_quickstart.yaml", options)).train()
+    first, last = (line["reward"] for line in lines(tmp_path / "run" / "eval.jsonl"))
+    assert last > first + 0.25
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert {line["staleness/max"] for line in metrics} <= {0.0, 1.0}
+    assert any(line["staleness/mean"] > 0 for line in metrics)
+
+
 PROBLEMS = [
     ("Tom has 3 apples and buys 4 more. How many apples has he?", "7"),
     ("A box holds 6 eggs. How many eggs are in 2 boxes?", "12"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,8 @@ METRICS = {
     "groups/zero_variance",
     "groups/continued",
     "groups/retired",
+    "staleness/mean",
+    "staleness/max",
     "truncated",
     "skipped",
     "turns",
@@ -63,8 +66,13 @@ METRICS = {
 }
 
 
-def test_what_a_run_writes(small: Small) -> None:
-    config = small(logging={"dump_trajectories": 2}, train={"steps": 3, "eval_every": 2})
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_what_a_run_writes(small: Small, staleness: int) -> None:
+    config = small(
+        logging={"dump_trajectories": 2},
+        train={"steps": 3, "eval_every": 2},
+        rollout={"max_staleness": staleness},
+    )
     final = RLTrainer(config).train()
     folder = Path(config.train.output_dir)
 
@@ -117,9 +125,13 @@ def wait_for_steps(config: RLConfig, count: int, process: subprocess.Popen[str],
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
-def test_a_signal_saves_and_the_run_continues(small: Small, tmp_path: Path, number: signal.Signals) -> None:
-    config = small(train={"steps": 1000})
+@pytest.mark.parametrize(
+    ("number", "staleness"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGUSR1, 0), (signal.SIGTERM, 2)]
+)
+def test_a_signal_saves_and_the_run_continues(
+    small: Small, tmp_path: Path, number: signal.Signals, staleness: int
+) -> None:
+    config = small(train={"steps": 1000}, rollout={"max_staleness": staleness})
     process = run_cli(config, tmp_path)
     wait_for_steps(config, 2, process)
     process.send_signal(number)
@@ -361,6 +373,125 @@ def test_a_checkpoint_of_other_rows_is_refused(small: Small, tmp_path: Path) -> 
     data.write_text("".join(rows[1:51]), encoding="utf-8")
     with pytest.raises(CheckpointError, match="not those of the checkpoint"):
         RLTrainer(small(data={"dataset": str(data)}, train={"resume_from": "auto"})).train()
+
+
+def noted(told: list[str], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        told.append(name)
+        return original(*args)
+
+    return call
+
+
+def test_the_engine_sleeps_while_the_policy_steps(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    from palingenesis.rl.engines.hf import HFEngine
+    from palingenesis.rl.policy.step import PolicyStep
+
+    for staleness, expected in ((0, ["sleep", "run", "load", "wake"]), (1, ["run", "load"])):
+        told: list[str] = []
+        with monkeypatch.context() as patch:
+            for owner, name in ((HFEngine, "sleep"), (HFEngine, "wake"), (HFEngine, "load"), (PolicyStep, "run")):
+                original = getattr(owner, name)
+
+                patch.setattr(owner, name, noted(told, name, original))
+            RLTrainer(small(train={"steps": 2, "save_final": False}, rollout={"max_staleness": staleness})).train()
+        assert told == ["load", *expected, *expected]  # the first: the weights the run starts with
+
+
+def test_prompts_under_way_are_drawn_again_after_a_resume(small: Small) -> None:
+    """Every prompt of the epoch is trained or set aside once, the kill in the middle notwithstanding."""
+    options: dict[str, Any] = {
+        "rollout": {"max_staleness": 2, "max_refill": 0, "max_num_seqs": 16},
+        "logging": {"dump_trajectories": 1},
+    }
+    RLTrainer(small(train={"steps": 4, "save_steps": 2}, **options)).train()
+    folder = Path(small().train.output_dir)
+    resume = {"steps": 5, "resume_from": str(folder / "checkpoints" / "step_2")}
+    RLTrainer(small(train=resume, **options)).train()
+    dumps = [lines(folder / "rollouts" / f"step_{step}.jsonl")[1:] for step in range(1, 6)]
+    groups = {(line["group"], line["prompt_id"]) for dump in dumps for line in dump}
+    numbers, prompts = zip(*groups, strict=True)
+    assert len(set(numbers)) == len(numbers)
+    assert len(set(prompts)) == len(prompts)
+
+
+STALLS = """
+import importlib, sys, threading
+from palingenesis import cli
+from palingenesis.rl.observe import exits
+from palingenesis.rl.rollout import episode, producer
+exits.LEAVE_S, episode.ENGINE_S, producer.LOOP_S, producer.CLOSE_S = 1.0, 3.0, 2.0, 0.5
+importlib.import_module("palingenesis.rl.rewards.bind").CALL_S = 2.0
+{hang}
+cli.main(sys.argv[1:])
+"""
+HANGS = {
+    "engine": (
+        """
+from palingenesis.rl.engines import hf
+hf.CLOSE_S = 0.5
+original, calls = hf.HFEngine._decode, []
+def decode(self, batch):
+    calls.append(1)
+    if len(calls) > 3:
+        threading.Event().wait()
+    return original(self, batch)
+hf.HFEngine._decode = decode
+""",
+        r"error: engine stood still for [34] s .*a request of row ",
+        "in decode",
+    ),
+    "reward": ("", r"error: reward 'mine' stood still for [23] s .*row ", "in mine"),
+    "loop": ("", r"error: rollout loop stood still for [23] s ", "in mine"),
+}
+MINE = {
+    "engine": "def mine(completion): return float(len(completion) % 2)",
+    "reward": """
+import concurrent.futures, threading
+pool, calls = concurrent.futures.ThreadPoolExecutor(1), []
+def mine(completion):
+    calls.append(1)
+    if len(calls) > 60:
+        pool.submit(threading.Event().wait).result()
+    return float(len(completion) % 2)
+""",
+    "loop": """
+import time
+calls = []
+async def mine(completion):
+    calls.append(1)
+    if len(calls) > 60:
+        time.sleep(1000)
+    return float(len(completion) % 2)
+""",
+}
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("part", HANGS)
+def test_what_stands_still_ends_the_run(small: Small, tmp_path: Path, part: str, staleness: int) -> None:
+    hang, message, frame = HANGS[part]
+    (tmp_path / "mine.py").write_text(MINE[part], encoding="utf-8")
+    config = small(
+        train={"steps": 1000, "eval_samples": 4},
+        rewards={"mine": {"fn": f"{tmp_path}/mine.py:mine"}},
+        rollout={"max_staleness": staleness, "max_refill": 0},
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(config.dump(), encoding="utf-8")
+    code = STALLS.format(hang=hang)
+    command = [sys.executable, "-c", code, "rl", "--config", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=90)
+    assert done.returncode == 1, done.stderr
+    assert re.search(message, done.stderr), done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert "Traceback" not in done.stderr
+    stalled = Path(config.train.output_dir) / "stalled.txt"
+    assert str(stalled) in done.stderr
+    assert frame in stalled.read_text(encoding="utf-8")
+    steps = len(lines(Path(config.train.output_dir) / "metrics.jsonl"))
+    assert steps >= 1
+    assert (Path(config.train.output_dir) / "checkpoints" / f"step_{steps}" / "COMPLETE").exists()
 
 
 def raising(completion: str, **row: Any) -> float:

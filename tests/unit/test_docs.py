@@ -386,7 +386,9 @@ def test_metrics_named_elsewhere_exist(run_folder: Path) -> None:
 
 def test_the_files_and_fields_are_those_of_a_run(run_folder: Path) -> None:
     page = DOCS / "training.md"
-    files = names_in([row[0] for row in table_under(page, "## What a run writes")])
+    files = names_in([row[0] for row in table_under(page, "## What a run writes")]) - {
+        "stalled.txt"
+    }  # of a stalled run
     assert {name.replace("<n>", "1").rstrip("/").split("/")[0] for name in files} == {
         path.name for path in run_folder.iterdir()
     }

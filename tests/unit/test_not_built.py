@@ -16,11 +16,6 @@ BASE = {"model": {"policy": "p"}, "data": {"dataset": "d"}}
 EXPECTED: list[tuple[str, tuple[Any, ...]]] = [
     ("model.gradient_checkpointing", ("selective",)),
     ("data.format", ("nemo_gym",)),
-    ("rollout.backend", ("vllm",)),
-    ("rollout.max_staleness", ()),
-    ("rollout.kv_cache_dtype", ()),
-    ("rollout.quantization", ()),
-    ("rollout.vllm_args", ()),
     ("env.*", ()),
     ("rewards.*.fn", ("code",)),
     ("sandbox.*", ()),
@@ -40,11 +35,6 @@ EXPECTED: list[tuple[str, tuple[Any, ...]]] = [
 ASKS: list[tuple[str, Any]] = [
     ("model.gradient_checkpointing", "selective"),
     ("data.format", "nemo_gym"),
-    ("rollout.backend", "vllm"),
-    ("rollout.max_staleness", 1),
-    ("rollout.kv_cache_dtype", "fp8"),
-    ("rollout.quantization", "fp8"),
-    ("rollout.vllm_args", {"seed": 1}),
     ("env.type", "tools"),
     ("env.tools", ["tools.py:search"]),
     ("env.max_turns", 3),

@@ -64,6 +64,7 @@ def collector(
     episodes = Episodes(engine or ScriptedEngine(script), Letters(), (STOP,), limits)  # type: ignore[arg-type]
     retire = options.pop("retire_above", 0.0)
     defaults = {"batch_prompts": 4, "group_size": 8, "max_refill": 2.0, "max_skipped": 0.5, "temperature": 1.0}
+    defaults |= {"max_staleness": 0, "steps": 1000}
     return Collector(
         episodes,
         Scorer(reward_set, limits.completion, **(scorer or {})),
@@ -73,8 +74,12 @@ def collector(
 
 
 def collect(made: Collector, steps: int = 1) -> list[Any]:
+    async def one(step: int) -> Any:
+        made.episodes.engine.version = step - 1  # type: ignore[attr-defined]
+        return await made.collect(step)
+
     async def all_steps() -> list[Any]:
-        return [await made.collect(step) for step in range(1, steps + 1)]
+        return [await one(step) for step in range(1, steps + 1)]
 
     return asyncio.run(all_steps())
 
@@ -103,13 +108,14 @@ def test_the_expected_rate_launches_ahead() -> None:
     """Once half the groups carry nothing, a first round asks for about twice what it needs."""
     made = collector(["mixed", "same"] * 50, max_refill=3.0)
     rounds: list[int] = []
-    original = made._round
+    original = made.sampler.draw
 
-    async def counted(count: int) -> Any:
-        rounds.append(count)
-        return await original(count)
+    def counted(count: int) -> Any:
+        if count:
+            rounds.append(count)
+        return original(count)
 
-    made._round = counted  # type: ignore[method-assign]
+    made.sampler.draw = counted  # type: ignore[method-assign]
     collect(made, steps=8)
     assert rounds[0] == 4
     assert rounds[-1] >= 6

@@ -20,7 +20,7 @@ from tests.vllm.conftest import DEVICE
 STOP = 262
 PROMPTS = [tuple(range(10 + i % 3, 40 + i)) for i in range(16)]
 # The trainer and vLLM share no kernel: in float32 they differ by rounding, in bf16 by its steps.
-AGREE = 1e-5 if DEVICE.type == "cpu" else 0.03
+AGREE = 1e-5 if DEVICE.type == "cpu" else 0.05
 
 
 def sample(engine: Any, prompts: list[tuple[int, ...]], **params: Any) -> list[Completion]:

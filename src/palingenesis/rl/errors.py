@@ -7,7 +7,8 @@
     │   ├── DataError                exit 1: a row, column or file: file:line, column, cure
     │   ├── ModelError               exit 1: a checkpoint, tokenizer or template cannot be used
     │   ├── RewardError              exit 1: a reward is defective (raised, wrong length, NaN): names reward and row
-    │   ├── EngineError              exit 1: generation failed or stood still past its deadline
+    │   ├── EngineError              exit 1: generation failed
+    │   ├── StallError               exit 1: a part stood still past its deadline; names it, and where the stacks are
     │   ├── OutageError              exit 1: too many samples were skipped; names the source
     │   └── CheckpointError          exit 1: a checkpoint cannot be read or does not belong to this run
     ├── SkipSample                   raised by a reward, sandbox or environment: this sample cannot be scored
@@ -49,7 +50,15 @@ class RewardError(PalingenesisError):
 
 
 class EngineError(PalingenesisError):
-    """The generation engine failed or stood still past its deadline."""
+    """The generation engine failed."""
+
+
+class StallError(PalingenesisError):
+    """A part of the run stood still past its deadline. `report` holds what was waited for and all threads' stacks."""
+
+    def __init__(self, message: str, report: str = "") -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class OutageError(PalingenesisError):
@@ -87,6 +96,7 @@ __all__ = [
     "PalingenesisError",
     "RewardError",
     "SkipSample",
+    "StallError",
     "StopRun",
     "UsageError",
 ]

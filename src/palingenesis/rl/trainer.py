@@ -3,9 +3,13 @@
     config ── build ──> Run ─┬─ rollout half (its own thread): Collector ──> ScoredBatch ──┐
                              └─ policy half (this thread):   PolicyStep <──────────────────┘ ──> Weights ──> engine
 
+With `rollout.max_staleness` 0 the halves take turns, and the engine may sleep while the policy steps. With more, the
+rollout half goes on: it learns only that new weights are in the engine.
+
 Invariants:
 - A step is whole or it did not happen: signals are noticed while rollouts run and between steps, never inside a policy
   step, and what is saved then is the state after the last whole step.
+- Nothing waits without a deadline (observe/waits.py); one that passes ends the run like any other error.
 - The collector's state, the weights and the optimizer in a checkpoint are of the same step.
 - Whatever ends the run, what it has learned is saved first.
 
@@ -29,9 +33,9 @@ from typing import Any, NoReturn
 from palingenesis.rl.config import RLConfig, check, unused_on_hf
 from palingenesis.rl.data import RowSet, Sampler
 from palingenesis.rl.data import build as build_rows
-from palingenesis.rl.errors import CheckpointError, ConfigError, StopRun, UsageError
+from palingenesis.rl.errors import CheckpointError, ConfigError, StallError, StopRun, UsageError
 from palingenesis.rl.observe.clock import Clock
-from palingenesis.rl.observe.exits import exit_code
+from palingenesis.rl.observe.exits import exit_code, leave
 from palingenesis.rl.observe.log import Log
 from palingenesis.rl.observe.metrics import batch_metrics, eval_metrics
 from palingenesis.rl.observe.records import RunFiles, lock, set_aside_old_run, write_rollouts
@@ -41,7 +45,7 @@ from palingenesis.rl.rollout.collect import Collector
 from palingenesis.rl.rollout.episode import Episodes
 from palingenesis.rl.rollout.producer import Producer
 from palingenesis.rl.rollout.score import Scorer
-from palingenesis.rl.types import Row, ScoredBatch, Sink
+from palingenesis.rl.types import Engine, Row, ScoredBatch, Sink
 
 Reward = Callable[..., Any]
 
@@ -87,6 +91,7 @@ class RLTrainer:
                 if run.is_due(self.config.train.save_steps, step):
                     run.save()
                 interrupts.check()
+            run.producer.soon(run.collector.close)  # what was launched ahead and no step needs
             run.evaluate(interrupts.check)
             return run.finish()
 
@@ -136,28 +141,45 @@ class Run:
                 self.log.close,
                 self.rewards.close,
                 self._close_producer,
-                self.engine.close,
+                self.stop_rollouts,
             ):
                 parts.callback(close)
+
+    def stop_rollouts(self) -> None:
+        """Cancel what is in flight and end the engine, in this order: nobody waits for what the engine then cuts short."""
+        self.producer.soon(self.collector.close)
+        self.engine.close()
 
     def _close_producer(self) -> None:
         if not self.producer.close(self.rewards.aclose()):
             self.log.say("  a reward that blocks the event loop, or ignores its cancellation, was left behind")
 
+    @property
+    def overlaps(self) -> bool:
+        """Rollouts go on while the policy steps."""
+        return self.config.rollout.max_staleness > 0
+
     def is_due(self, every: int, step: int) -> bool:
         return every > 0 and step % every == 0
 
     def learn(self, batch: ScoredBatch) -> Any:
-        """The policy step, and its weights to the engine; at the end the step is whole."""
+        """The policy step, after which the step is whole, and its weights to the engine."""
         from palingenesis.rl.policy.weights import PolicyWeights
 
+        sleeps = self.config.rollout.sleep and not self.overlaps
+        with self.clock("weights"):
+            if sleeps:
+                self.engine.sleep()
         with self.clock("train"):
             result = self.policy_step.run(batch)
+        self.boundary = self.collector.state_dict()
+        self.done = batch.step
+        self.policy_step.torn = False
         with self.clock("weights"):
             self.engine.load(PolicyWeights(batch.step, self.policy.model))
-            self.boundary = self.collector.state_dict()
-            self.done = batch.step
-            self.policy_step.torn = False
+            if sleeps:
+                self.engine.wake()
+        self.producer.soon(self.collector.published, batch.step)
         return result
 
     def report(self, batch: ScoredBatch, result: Any) -> None:
@@ -168,7 +190,8 @@ class Run:
         if not result.stepped:
             self.log.no_step(batch.step)
         values = {**batch_metrics(batch), **result.metrics, **self.clock.lap()}
-        values["tokens/s"] = values.get("tokens/generated", 0.0) / max(values["time/rollout"], 1e-9)
+        generating = values["time/step" if self.overlaps else "time/rollout"]
+        values["tokens/s"] = values.get("tokens/generated", 0.0) / max(generating, 1e-9)
         for sink in self.sinks:
             sink.metrics(batch.step, values | self.utilization(batch, values["time/train"]))
 
@@ -224,7 +247,9 @@ class Run:
             yield
         except BaseException as error:
             interrupts.saving = True
-            self.engine.close()  # a wave under way has bent the model's generation config
+            self.stop_rollouts()  # a wave under way has bent the model's generation config
+            if isinstance(error, StallError):
+                self.write_stall(error)
             try:
                 folder = self.save()
             except CheckpointError as failure:
@@ -236,6 +261,16 @@ class Run:
             if isinstance(error, KeyboardInterrupt):
                 raise StopRun(f"interrupted after step {self.done}") from error
             raise
+
+    def write_stall(self, error: StallError) -> None:
+        """Write `stalled.txt` and have the error say where it is."""
+        path = self.folder / "stalled.txt"
+        try:
+            path.write_text(error.report, encoding="utf-8")
+        except OSError as failure:
+            self.log.say(f"  {path} cannot be written ({failure.strerror}):\n{error.report}")
+        else:
+            error.args = (f"{error} What was waited for and the stacks of all threads are in {path}.",)
 
     def finish(self) -> Path | None:
         """Export the policy and say how to load it."""
@@ -300,7 +335,9 @@ def _build(config: RLConfig, rewards: RewardSet) -> Run:
     except OSError as error:
         raise ConfigError(f"train.output_dir: {folder} cannot be written ({error.strerror}); name another.") from error
     log = Log(config.train.steps, done, config.logging.log_every)
-    files.write_config(config.dump(header=versions() | {"backend": "hf", "rewards": ", ".join(rewards.names)}))
+    files.write_config(
+        config.dump(header=versions() | {"backend": backend(config), "rewards": ", ".join(rewards.names)})
+    )
     log.start(facts(config, parts))
     for line in notes(config, parts, old, resumed.folder if resumed else None, abandoned):
         log.say(line)
@@ -356,8 +393,8 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
 
     import torch
 
-    from palingenesis.rl.engines.hf import HFEngine
     from palingenesis.rl.policy.model import load_policy
+    from palingenesis.rl.policy.weights import PolicyWeights
 
     torch.manual_seed(config.train.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -369,9 +406,8 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
         gradient_checkpointing=config.resolved_gradient_checkpointing == "full",
     )
     stop = stop_token_ids(tokenizer, policy.model.generation_config.eos_token_id, config.model.stop_tokens)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop[0]
-    one_step = config.rollout.batch_prompts * config.rollout.group_size
-    engine = HFEngine(policy.model, pad_token_id=pad, max_rows=config.rollout.max_num_seqs or max(256, one_step))
+    engine = build_engine(config, policy, policy_path(config.model.policy), tokenizer, stop)
+    engine.load(PolicyWeights(0, policy.model))
     episodes = Episodes(engine, template, stop, budget)
     scorer = Scorer(rewards, budget.completion, config.loss.overlong_buffer, config.loss.overlong_penalty)
     collector = Collector(
@@ -381,11 +417,58 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
         batch_prompts=config.rollout.batch_prompts,
         group_size=config.rollout.group_size,
         max_refill=config.rollout.max_refill,
+        max_staleness=config.rollout.max_staleness,
+        steps=config.train.steps,
         max_skipped=config.train.max_skipped,
         temperature=config.rollout.temperature,
         seed=config.train.seed,
     )
     return Parts(rows, tokenizer, policy, master_values, engine, budget, collector)
+
+
+def build_engine(config: RLConfig, policy: Any, path: str, tokenizer: Any, stop: tuple[int, ...]) -> Engine:
+    """The engine of `rollout.backend`.
+
+    Args:
+        policy: the loaded model.
+        path: `model.policy`, whose class the engine builds; the weights of a checkpoint are loaded into it.
+        stop: token ids that end a turn.
+    """
+    rollout = config.rollout
+    all_rollouts = rollout.batch_prompts * rollout.group_size * (1 + rollout.max_staleness)
+    max_num_seqs = rollout.max_num_seqs or max(256, all_rollouts)
+    if backend(config) == "hf":
+        from palingenesis.rl.engines.hf import HFEngine
+
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop[0]
+        return HFEngine(policy.model, pad, max_num_seqs, own_copy=rollout.max_staleness > 0)
+    from palingenesis.rl.engines.vllm import VLLMEngine, VLLMOptions
+
+    return VLLMEngine(
+        VLLMOptions(
+            model=path,
+            dtype=str(policy.model.dtype).removeprefix("torch."),
+            device=policy.device.type,
+            max_model_len=rollout.max_model_len,
+            max_num_seqs=max_num_seqs,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            prefix_caching=rollout.prefix_caching,
+            sleep=rollout.sleep and rollout.max_staleness == 0 and policy.device.type == "cuda",
+            kv_cache_dtype=rollout.kv_cache_dtype,
+            quantization=rollout.quantization,
+            seed=config.train.seed,
+            extra=rollout.vllm_args,
+        )
+    )
+
+
+def backend(config: RLConfig) -> str:
+    """`rollout.backend`; left unset, `hf` takes vLLM's place where there is no GPU."""
+    import torch
+
+    if config.is_set("rollout.backend") or torch.cuda.is_available():
+        return config.rollout.backend
+    return "hf"
 
 
 def load_rows(config: RLConfig, rewards: RewardSet, template: Any) -> RowSet:
@@ -451,7 +534,7 @@ def notes(
 ) -> list[str]:
     """What the user should know before the first step."""
     lines = [f"  note: {text}" for text in (*map(str, parts.rows.dropped), *parts.rows.notices)]
-    if unused := unused_on_hf(config):
+    if backend(config) == "hf" and (unused := unused_on_hf(config)):
         lines.append(f"  note: generation runs in transformers (rollout.backend hf); unused: {', '.join(unused)}")
     reach = getattr(parts.policy.model.config.get_text_config(), "max_position_embeddings", None)
     if reach and reach < config.rollout.max_model_len:
@@ -474,7 +557,7 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version()}
-    for name in ("palingenesis", "torch", "transformers", "datasets", "math-verify"):
+    for name in ("palingenesis", "torch", "transformers", "vllm", "datasets", "math-verify"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -534,7 +617,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise UsageError("usage: python -m palingenesis.rl.trainer --config FILE [--section.option value ...]")
         RLTrainer(RLConfig.from_yaml(tokens[1], tokens[2:])).train()
 
-    sys.exit(exit_code(work))
+    leave(exit_code(work))
 
 
 if __name__ == "__main__":

@@ -267,7 +267,8 @@ class ScoredBatch:
 
     Attributes:
         groups: the informative groups to train on.
-        set_aside: groups that carried no gradient (kept for metrics and dumps, not trained).
+        set_aside: groups that are not trained (kept for metrics and dumps): they carried no gradient, or at staleness 0
+            came on top of a full batch.
         metrics: measured by the rollout half, by their logged names.
         timeline: the engine's concurrency, `(seconds since the step's first token, sequences decoding)`.
     """
@@ -292,14 +293,18 @@ class Weights(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Generates tokens. `generate` and `usage` are called from the rollout loop, the others from the trainer's thread."""
+    """Generates tokens. `generate` and `usage` are called from the rollout loop, the others from the trainer's thread.
+
+    While it has requests it calls `observe.waits.progress("engine", note)` at least at every step of decoding; one that
+    does not for `rollout.episode.ENGINE_S` seconds has stood still, and the run ends.
+    """
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """Sample one continuation. Raises EngineError when generation failed."""
         ...
 
     def load(self, weights: Weights) -> None:
-        """Take new weights; tokens sampled from here on carry their version."""
+        """Take new weights, between two tokens; running requests go on, and what they sample carries the new version."""
         ...
 
     def sleep(self) -> None:
@@ -330,6 +335,14 @@ class EngineUsage:
     prefill_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+
+    def __add__(self, later: EngineUsage) -> EngineUsage:
+        return EngineUsage(
+            (*self.timeline, *later.timeline),
+            self.prefill_tokens + later.prefill_tokens,
+            self.cached_tokens + later.cached_tokens,
+            self.generated_tokens + later.generated_tokens,
+        )
 
 
 class Sink(Protocol):

@@ -39,11 +39,6 @@ _TRACKER = "follow metrics.jsonl in train.output_dir"
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("model.gradient_checkpointing", ("selective",), "selective checkpointing", "use full or none"),
     NotBuilt("data.format", ("nemo_gym",), "the NeMo Gym row format", "convert the rows and use chat"),
-    NotBuilt("rollout.backend", ("vllm",), "the vllm engine", "set hf, or leave it unset"),
-    NotBuilt("rollout.max_staleness", (), "overlapping rollouts with training", "leave it at 0"),
-    NotBuilt("rollout.kv_cache_dtype", (), "the vllm engine", "remove it"),
-    NotBuilt("rollout.quantization", (), "the vllm engine", "remove it"),
-    NotBuilt("rollout.vllm_args", (), "the vllm engine", "remove it"),
     NotBuilt("env.*", (), "a part of tools and environments", "keep env.type single_turn and leave the section alone"),
     NotBuilt("rewards.*.fn", ("code",), "the code reward", "write a function that scores the completion"),
     NotBuilt("sandbox.*", (), "the sandbox", "remove it"),

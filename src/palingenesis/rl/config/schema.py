@@ -143,7 +143,8 @@ class RolloutConfig(Options):
     """How the policy samples."""
 
     backend: Literal["vllm", "hf"] = "vllm"
-    """Generation engine: `vllm` (not built yet) or `hf`, plain transformers. Left unset, `hf` takes vLLM's place."""
+    """Generation engine: `vllm`, in the trainer's process, or `hf`, plain transformers. Left unset: `hf` where there is no
+    GPU."""
     batch_prompts: AtLeastOne = 32
     """Prompts a step trains on, over all ranks."""
     group_size: Annotated[Int, Field(ge=2)] = 8
@@ -174,7 +175,7 @@ class RolloutConfig(Options):
     quantization: str = ""
     """vLLM's weight quantization, such as `fp8`. Empty is none."""
     vllm_args: dict[str, Any] = {}
-    """Further arguments for vLLM's engine, as its documentation names them."""
+    """Further arguments for vLLM's engine, as the `EngineArgs` of its documentation names them."""
 
     @property
     def resolved_max_completion_tokens(self) -> int:

@@ -2,10 +2,10 @@
 
     rows ── epoch e: shuffled by (seed, e) ──> draw(n) ──> ... ──> observe(id, mean reward) retires what is learned
 
-Invariants: the order of an epoch is a function of seed and epoch number alone, so a saved state is a few numbers and
-the retired ids; every row that is not retired comes up exactly once an epoch; a restored sampler continues with the
-very next row; a state is only taken back by a sampler over the same rows in the same order. Copies of a row are
-separate draws and retire together.
+Invariants: the order of an epoch is a function of seed and epoch number alone, so a saved state is a few numbers, the
+retired ids and the rows whose groups nobody has had yet, which a restored sampler draws first; every row that is not
+retired comes up exactly once an epoch; a restored sampler continues with the very next row; a state is only taken back by
+a sampler over the same rows in the same order. Copies of a row are separate draws and retire together.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import hashlib
 import json
 import random
 from array import array
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from palingenesis.rl.errors import CheckpointError, DataError
@@ -43,6 +43,7 @@ class Sampler:
         self._retired: set[str] = set()
         self._active = len(self._rows)
         self._fingerprint = ""
+        self._again: deque[Row] = deque()
         self._start_epoch(0)
 
     @property
@@ -77,12 +78,19 @@ class Sampler:
         self._retire(row_id)
         return True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything needed to continue, JSON-able."""
+    def state_dict(self, unused: Iterable[Row] = ()) -> dict[str, Any]:
+        """Everything needed to continue, JSON-able.
+
+        Args:
+            unused: rows drawn whose groups are still under way, in the order drawn; they are drawn again first.
+        """
+        again = [id(row) for row in (*unused, *self._again)]
+        places = {id(row): place for place, row in enumerate(self._rows)} if again else {}
         return {
             "seed": self._seed,
             "epoch": self._epoch,
             "position": self._position,
+            "again": [places[row] for row in again],
             "retired": sorted(self._retired),
             "rows": len(self._rows),
             "fingerprint": self._row_fingerprint(),
@@ -97,6 +105,7 @@ class Sampler:
         try:
             seed, epoch, position = (int(state[key]) for key in ("seed", "epoch", "position"))
             retired, count, fingerprint = set(state["retired"]), int(state["rows"]), str(state["fingerprint"])
+            again = [int(place) for place in state.get("again", ())]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the sampler's state in the checkpoint is damaged ({type(error).__name__}: {error}); use an older one."
@@ -108,6 +117,7 @@ class Sampler:
             )
         if seed != self._seed:
             raise CheckpointError(f"data.seed is {self._seed}, and the checkpoint was drawn with {seed}: set it back.")
+        self._again = deque(self._rows[place] for place in again)
         self._retired.clear()
         self._active = len(self._rows)
         self._start_epoch(epoch)
@@ -121,6 +131,9 @@ class Sampler:
                 f"all {self.retired} prompts are retired: every one reached data.retire_above ({self._retire_above}). "
                 "The policy has learned this data set: stop here, add harder rows, or raise data.retire_above."
             )
+        while self._again:
+            if (row := self._again.popleft()).id not in self._retired:
+                return row
         while True:
             if self._position == len(self._order):
                 self._start_epoch(self._epoch + 1)

@@ -10,20 +10,23 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from palingenesis.rl.observe.waits import progress
 from palingenesis.rl.types import Completion, EngineUsage, Finish, SamplingParams, Weights
 
 Script = Callable[[tuple[int, ...], SamplingParams], Sequence[int]]
+Delay = Callable[[tuple[int, ...], SamplingParams], float]
 
 
 class ScriptedEngine:
-    """Answers each prompt with the token ids `script(prompt_ids, params)` returns, after `delay` seconds.
+    """Answers each prompt with the token ids `script(prompt_ids, params)` returns, within `delay` seconds.
 
-    The answer ends at the first stop token or at `max_new_tokens`. Every log-prob is `logprob`.
+    The answer ends at the first stop token or at `max_new_tokens`. Its tokens come one by one over the delay and carry the
+    version of their moment. An infinite delay is an engine that hangs. Every log-prob is `logprob`.
     """
 
-    def __init__(self, script: Script, delay: float = 0.0, logprob: float = -1.0) -> None:
+    def __init__(self, script: Script, delay: float | Delay = 0.0, logprob: float = -1.0) -> None:
         self.script = script
-        self.delay = delay
+        self.delay = delay if callable(delay) else lambda prompt, params: delay
         self.logprob = logprob
         self.version = 0
         self.asleep = False
@@ -32,20 +35,26 @@ class ScriptedEngine:
         self._prefill = self._generated = 0
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        prompt = tuple(prompt_ids)
+        versions: list[int] = []
         self._count(1)
         try:
-            await asyncio.sleep(self.delay)
-            ids = list(self.script(tuple(prompt_ids), params))
+            delay = self.delay(prompt, params)
+            ids = list(self.script(prompt, params))[: params.max_new_tokens]
+            stops = [at for at, token in enumerate(ids) if token in params.stop_token_ids]
+            ids = ids[: stops[0] + 1] if stops else ids
+            for _ in ids:
+                await asyncio.sleep(delay / len(ids))
+                versions.append(self.version)
+                progress("engine", f"token {len(versions)} of a request")
         finally:
             self._count(-1)
-        stops = [at for at, token in enumerate(ids[: params.max_new_tokens]) if token in params.stop_token_ids]
-        ids = ids[: stops[0] + 1] if stops else ids[: params.max_new_tokens]
         self._prefill += len(prompt_ids)
         self._generated += len(ids)
         return Completion(
             token_ids=tuple(ids),
             logprobs=(self.logprob,) * len(ids),
-            versions=(self.version,) * len(ids),
+            versions=tuple(versions),
             finish=Finish.STOP if stops else Finish.LENGTH,
         )
 

@@ -7,10 +7,23 @@ Anything but a `PalingenesisError` is a defect of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 from palingenesis.rl.errors import PalingenesisError, StopRun
+
+LEAVE_S = 10.0  # the interpreter's own end takes well under a second, unless it waits for a thread
+
+
+def leave(code: int) -> NoReturn:
+    """End the process. A thread of the user's that never returns (a thread pool's would be waited for) is left behind."""
+    guard = threading.Timer(LEAVE_S, os._exit, [code])
+    guard.daemon = True
+    guard.start()
+    sys.exit(code)
 
 
 def exit_code(work: Callable[[], None]) -> int:

@@ -22,15 +22,20 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from palingenesis.rl.errors import ConfigError, DataError, PalingenesisError, RewardError, SkipSample
+from palingenesis.rl.observe.waits import progress, waiting
 from palingenesis.rl.plugins import nearest, resolve
 from palingenesis.rl.rewards.threads import Threads
 from palingenesis.rl.types import Row, Sample
 
 Cell = float | SkipSample | None
+
+# Seconds a reward may go without one of its running calls ending: a slow judge of the user's takes minutes with its retries.
+CALL_S = 600.0
 
 PER_SAMPLE: Mapping[str, Callable[[Sample], Any]] = {
     "completion": lambda s: s.completion,
@@ -271,11 +276,11 @@ class FunctionReward(BoundReward):
         event loop dies of the one, and a future cannot carry the other.
         """
         if self.asks.is_async:
-            result, error = await _awaited(self.function(**kwargs))
+            result, error = await self._awaited(self.function(**kwargs), samples)
         else:
-            result, error = await asyncio.wrap_future(threads.submit(lambda: self._outcome(kwargs, len(samples))))
+            result, error = await asyncio.wrap_future(threads.submit(lambda: self._outcome(kwargs, samples)))
             if inspect.isawaitable(result):
-                result, error = await _awaited(result)
+                result, error = await self._awaited(result, samples)
         if error is None or isinstance(error, SkipSample):
             return error or result
         if isinstance(error, PalingenesisError):
@@ -283,13 +288,36 @@ class FunctionReward(BoundReward):
         message = f"{error}{_place(error, self.function)}"
         raise RewardError(describe_failure(self.name, samples, type(error).__name__, message)) from error
 
-    def _outcome(self, kwargs: dict[str, Any], count: int) -> tuple[Any, BaseException | None]:
+    def _outcome(self, kwargs: dict[str, Any], samples: Sequence[Sample]) -> tuple[Any, BaseException | None]:
         """In the thread: the result, or what was raised, as values. A generator runs here too."""
         try:
-            result = self.function(**kwargs)
-            return list(itertools.islice(result, count + 1)) if isinstance(result, Iterator) else result, None
+            with self._running(samples):
+                result = self.function(**kwargs)
+                is_lazy = isinstance(result, Iterator)
+                return list(itertools.islice(result, len(samples) + 1)) if is_lazy else result, None
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, and the caller tells it
             return None, error
+
+    async def _awaited(self, call: Awaitable[Any], samples: Sequence[Sample]) -> tuple[Any, BaseException | None]:
+        """The result, or what was raised; a cancellation of our own goes through."""
+        try:
+            with self._running(samples):
+                return await call, None
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            return None, error
+
+    @contextmanager
+    def _running(self, samples: Sequence[Sample]) -> Iterator[None]:
+        """A call that has begun: one that waits for a thread is not late, the calls before it are."""
+        part = f"reward {self.name!r}"
+        try:
+            with waiting(part, span(samples), CALL_S):
+                yield
+        finally:
+            progress(part)
 
     def _arguments(self, sample: Sample) -> dict[str, Any]:
         asks, row = self.asks, sample.row
@@ -367,17 +395,6 @@ class FunctionReward(BoundReward):
 
 
 # ---------------------------------------------------------------------------------------------------- shared parts
-
-
-async def _awaited(call: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """The result, or what was raised; a cancellation of our own goes through."""
-    try:
-        return await call, None
-    except BaseException as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise
-        return None, error
 
 
 def _own(value: Any) -> Any:

@@ -15,8 +15,13 @@ from dataclasses import dataclass
 
 from palingenesis.rl.chat.reasoning import split_reasoning
 from palingenesis.rl.chat.template import ChatTemplate, RenderedPrompt
+from palingenesis.rl.observe.waits import waiting
 from palingenesis.rl.rollout.budget import Budget
 from palingenesis.rl.types import Engine, Finish, Message, Row, SamplingParams, Segment, Trajectory
+
+# Seconds an engine with requests may go without a step: a step takes milliseconds, but the first ones of new shapes may
+# compile for minutes.
+ENGINE_S = 300.0
 
 
 def request_seed(*key: object) -> int:
@@ -46,9 +51,10 @@ class Episodes:
         """
         started = time.monotonic()
         tokens, if_spent = self.budget.next_turn(sampled=0, total=len(prompt.ids))
-        completion = await self.engine.generate(
-            prompt.ids, SamplingParams(tokens, temperature, self.stop_token_ids, seed)
-        )
+        params = SamplingParams(tokens, temperature, self.stop_token_ids, seed)
+        request = f"a request of row {row.id} ({row.source}), prompt {len(prompt.ids)} tokens, at most {tokens} more"
+        with waiting("engine", request, ENGINE_S):
+            completion = await self.engine.generate(prompt.ids, params)
         raw = self.template.decode(self._without_stop(completion.token_ids))
         reasoning, answer = split_reasoning(raw, prompt.reasoning_open)
         turn = Segment(

@@ -2,8 +2,9 @@
 
     trainer's thread ── run(coroutine) ──> event loop thread ──> result or the one exception that ended it
 
-The trainer waits in short naps, so that a signal is noticed while rollouts run: `interrupted` is asked between naps and
-may raise. An `ExceptionGroup` from concurrent rollouts is unwrapped to its first error; the others are its consequences.
+The trainer waits in short naps. Between them `interrupted` is asked and may raise, so that a signal is noticed while
+rollouts run, and the waits of the whole run are checked for one past its deadline: here, and not on the loop, because code
+of the user's may block the loop. That is a wait of its own: each nap asks the loop for a sign of life.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
+from palingenesis.rl.observe import waits
+
 T = TypeVar("T")
-NAP_S = 0.2
 CLOSE_S = 5.0
+# Seconds the loop may be blocked: a reward written as `async def` that computes does it for seconds. Less than the engine's
+# deadline: a blocked loop does not take the engine's answers, and is the one to be named.
+LOOP_S = 200.0
+LOOP = "rollout loop"
 
 
 class Producer:
@@ -32,20 +38,28 @@ class Producer:
 
         Args:
             interrupted: called between naps; what it raises cancels the work and goes to the caller.
+
+        Raises:
+            StallError: something stood still past its deadline.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            while True:
-                try:
-                    return future.result(timeout=NAP_S)
-                except FutureTimeout:
-                    if future.done():  # in this very moment, or with a TimeoutError of its own
-                        return future.result()
-                    interrupted()
-        except BaseExceptionGroup as group:
-            raise _first(group) from group
+            with waits.waiting(LOOP, "a sign of life; code of the user's may block it", LOOP_S):
+                while True:
+                    try:
+                        return future.result(timeout=waits.NAP_S)
+                    except FutureTimeout:
+                        if future.done():  # in this very moment, or with a TimeoutError of its own
+                            return future.result()
+                        interrupted()
+                        self.soon(waits.progress, LOOP)
+                        waits.check()
         finally:
             future.cancel()
+
+    def soon(self, call: Callable[..., object], *args: object) -> None:
+        """Have the loop make a call, and do not wait for it."""
+        self._loop.call_soon_threadsafe(call, *args)
 
     def close(self, last: Coroutine[Any, Any, None] | None = None) -> bool:
         """Run `last`, then end the loop and its tasks. False when something of the user's would not end in time; its
@@ -67,9 +81,3 @@ class Producer:
         self._thread.join()
         self._loop.close()
         return True
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
