@@ -3,12 +3,12 @@
 
     python bench/staleness_cpu.py [--seeds 5] [--section.option value ...]
 
-Counted are trained samples (rollouts of informative groups) until the greedy accuracy on the 500 held-out pairs reaches
-0.9. It is measured every 5 steps, with a spread of some 0.02, so the mean of three measurements in a row has to reach it;
-between two means the count is interpolated. A run ends there. At most 8 sequences are decoded at once, at both, so that a
-step takes many waves: at staleness 1 groups are under way when a batch is handed over, and go on with new weights. `ratios` are (samples at
-staleness 1) / (samples at staleness 0) of each seed, and `continued_steps` counts the steps at staleness 1 whose batch held
-a group that an earlier step had left unfinished.
+Counted are trained samples (rollouts of informative groups) until the greedy accuracy on the 500 held-out pairs
+reaches 0.9. It is measured every 5 steps, with a spread of some 0.02, so the mean of three measurements in a row has
+to reach it; between two means the count is interpolated. A run ends there. At most 8 sequences are decoded at once,
+at both, so that a step takes many waves: at staleness 1 groups are under way when a batch is handed over, and go on
+with new weights. `ratios` are (samples at staleness 1) / (samples at staleness 0) of each seed, and `continued_steps`
+counts the steps at staleness 1 whose batch held a group that an earlier step had left unfinished.
 """
 
 from __future__ import annotations
