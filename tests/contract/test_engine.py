@@ -18,6 +18,7 @@ from palingenesis.rl.chat.template import ChatTemplate, load_tokenizer
 from palingenesis.rl.engines.hf import HFEngine
 from palingenesis.rl.engines.scripted import ScriptedEngine
 from palingenesis.rl.errors import EngineError
+from palingenesis.rl.observe import waits
 from palingenesis.rl.policy.model import Policy, load_policy, policy_path
 from palingenesis.rl.policy.weights import PolicyWeights
 from palingenesis.rl.types import Completion, Engine, Finish, Message, SamplingParams
@@ -160,6 +161,15 @@ def test_it_works_again_after_sleeping(case: Case) -> None:
     assert completion.token_ids
 
 
+def wait_for_tokens() -> None:
+    """Until an engine says that it moves, and some tokens more."""
+    began = time.monotonic()
+    while waits._moved.get("engine", (0.0, ""))[0] < began:
+        assert time.monotonic() < began + 30
+        time.sleep(0.01)
+    time.sleep(0.1)
+
+
 @pytest.mark.parametrize("make", OVERLAPPING.values(), ids=OVERLAPPING)
 def test_loading_keeps_running_requests_and_labels_their_tokens(
     make: Make, policy: Policy, template: ChatTemplate
@@ -171,7 +181,7 @@ def test_loading_keeps_running_requests_and_labels_their_tokens(
     done: list[Completion] = []
     requests = threading.Thread(target=lambda: done.extend(case.generate(*((p, endless) for p in case.prompts))))
     requests.start()
-    time.sleep(0.2)
+    wait_for_tokens()
     case.engine.load(PolicyWeights(2, policy.model))
     assert requests.is_alive(), "they were running"
     requests.join(30)
@@ -226,7 +236,7 @@ def test_the_first_tokens_of_a_wave_are_of_the_old_weights(policy: Policy, templ
     done: list[Completion] = []
     wave = threading.Thread(target=lambda: done.extend(case.generate((case.prompts[0], endless))))
     wave.start()
-    time.sleep(0.2)
+    wait_for_tokens()
     case.engine.load(PolicyWeights(1, other.model))
     wave.join(30)
     case.engine.close()

@@ -54,8 +54,12 @@ def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
+def _running(engine: Any) -> list[Any]:
+    return list(engine.core.steps.running.values())
+
+
 def _all_sample(engine: Any) -> bool:
-    running = list(engine.core.steps.running.values())
+    running = _running(engine)
     return len(running) == len(PROMPTS) and all(request.versions for request in running)
 
 
@@ -119,6 +123,24 @@ def test_no_prompt_meets_keys_of_older_weights(engine: Any, policy: Policy) -> N
     done = sample(engine, [prompt] * 2, max_new_tokens=8)
     assert engine.usage().prefill_tokens >= 300, "it was computed anew"
     assert gap(policy, [prompt] * 2, done) < AGREE
+
+
+def test_a_prompt_that_waits_through_a_load_is_computed_with_the_new_weights(engine: Any, policy: Policy) -> None:
+    """The batch has 64 places: the last request waits, and its siblings' blocks are of the weights before."""
+    prompt = tuple(i % 247 for i in range(300))
+    engine.load(PolicyWeights(20, policy.model))
+
+    async def during() -> Completion:
+        work = [asyncio.create_task(engine.generate(prompt, SamplingParams(80, seed=i))) for i in range(65)]
+        await asyncio.to_thread(wait_until, lambda: sum(bool(r.versions) for r in _running(engine)) == 64)
+        assert len(_running(engine)) == 65
+        shaken(policy)
+        await asyncio.to_thread(engine.load, PolicyWeights(21, policy.model))
+        return (await asyncio.gather(*work))[-1]
+
+    last = asyncio.run(during())
+    assert set(last.versions) == {21}
+    assert gap(policy, [prompt], [last]) < AGREE
 
 
 def mixed_load(core: Any, seed: int) -> tuple[dict[int, Completion], int]:

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 from palingenesis.rl.config import RLConfig, check, unused_on_hf
 from palingenesis.rl.data import RowSet, Sampler
 from palingenesis.rl.data import build as build_rows
-from palingenesis.rl.errors import CheckpointError, ConfigError, StallError, StopRun, UsageError
+from palingenesis.rl.errors import ConfigError, StallError, StopRun, UsageError
 from palingenesis.rl.observe.clock import Clock
 from palingenesis.rl.observe.exits import exit_code, leave
 from palingenesis.rl.observe.log import Log
@@ -252,7 +252,7 @@ class Run:
                 self.write_stall(error)
             try:
                 folder = self.save()
-            except CheckpointError as failure:
+            except Exception as failure:  # noqa: BLE001 - a full disk, a GPU that failed: the first error is the news
                 self.log.say(f"  stopped after step {self.done}: {failure}")
                 raise error from None
             cut = "the step under way was cut in half and not saved" if self.policy_step.torn else "nothing to save yet"
@@ -407,7 +407,11 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
     )
     stop = stop_token_ids(tokenizer, policy.model.generation_config.eos_token_id, config.model.stop_tokens)
     engine = build_engine(config, policy, policy_path(config.model.policy), tokenizer, stop)
-    engine.load(PolicyWeights(0, policy.model))
+    try:
+        engine.load(PolicyWeights(0, policy.model))
+    except BaseException:
+        engine.close()
+        raise
     episodes = Episodes(engine, template, stop, budget)
     scorer = Scorer(rewards, budget.completion, config.loss.overlong_buffer, config.loss.overlong_penalty)
     collector = Collector(

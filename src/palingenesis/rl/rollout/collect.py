@@ -163,7 +163,10 @@ class Collector:
     # --- landing ---
 
     def _land(self, task: asyncio.Task[Group]) -> None:
-        launch = self._flying.pop(task)
+        launch = self._flying[task]
+        if not task.cancelled() and not task.exception():  # before it leaves `_flying`: another thread asks `exhausted`
+            self._landed.append(Landed(launch, task.result(), self._handed))
+        del self._flying[task]
         if task.cancelled():
             if not self._over:
                 self._fail(RuntimeError(f"group {launch.number} was cancelled, and not by its collector"))
@@ -171,7 +174,6 @@ class Collector:
             self._fail(error)
         else:
             group = task.result()
-            self._landed.append(Landed(launch, group, self._handed))
             self._fates.append(not group.informative)
             if group.scored_rewards:
                 self.sampler.observe(group.row.id, mean(group.scored_rewards))

@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,15 +28,16 @@ from typing import Any
 from palingenesis.rl.engines.vllm.sampler import install
 from palingenesis.rl.engines.vllm.steps import Running, Steps
 from palingenesis.rl.errors import ConfigError, EngineError
+from palingenesis.rl.observe.waits import wait_for
 from palingenesis.rl.types import Completion, SamplingParams, Weights
 
-# Read when vllm is imported. In one process there is nothing to hand over between a step and its reader.
+# Read when vllm is imported; what the user has set stays.
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # ours draws; flashinfer would compile its own at start
 }
+GPU_S = 300.0  # a step takes milliseconds
 SLEEP_LEVEL = 2  # the trainer has the weights: nothing needs to be kept on the host
 
 
@@ -104,19 +108,18 @@ class Core:
         self.options = options
         self.asleep = False
         self._stale = False  # asleep or just awake: the weights are not there
-        self._seeds: dict[str, int] = {}
         self._number = self._loads = 0
         self.llm = _start(options)
         self._client = self.llm.engine_core
         self._engine = self._client.engine_core
         self._runner = self.llm.model_executor.driver_worker.model_runner
         self._seeds_by_vllm = hasattr(self._runner.sampler, "sampling_states")  # the older runner would make generators
-        self._undo = install(self._runner, self._seeds)
         self.steps = Steps(self._engine.scheduler, self.llm.model_config.max_model_len)
+        self._undo = install(self._runner, self._seed_of)
 
     def exchange(self) -> None:
         """Put our draw and our steps in the place of vLLM's again."""
-        self._undo = install(self._runner, self._seeds)
+        self._undo = install(self._runner, self._seed_of)
         self.steps.take_over()
 
     def restore(self) -> None:
@@ -138,17 +141,16 @@ class Core:
 
         name = f"p{self._number}"
         self._number += 1
-        sampling = Sampling(
-            temperature=params.temperature,
-            max_tokens=params.max_new_tokens,
-            stop_token_ids=list(params.stop_token_ids),
-            ignore_eos=True,  # the stop tokens are these, not the checkpoint's
-            seed=params.seed if self._seeds_by_vllm else None,
-            detokenize=False,
-        )
-        inputs = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": f"load{self._loads}"}
-        self._seeds[name] = params.seed
         try:
+            sampling = Sampling(
+                temperature=params.temperature,
+                max_tokens=params.max_new_tokens,
+                stop_token_ids=list(params.stop_token_ids),
+                ignore_eos=True,  # the stop tokens are these, not the checkpoint's
+                seed=params.seed if self._seeds_by_vllm else None,
+                detokenize=False,
+            )
+            inputs = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": self._salt}
             request = self.llm.input_processor.process_inputs(
                 name, inputs, sampling, supported_tasks=self.llm.get_supported_tasks()
             )
@@ -159,10 +161,18 @@ class Core:
         self.steps.running[name] = Running(prompt, params, done, record, stops=frozenset(params.stop_token_ids))
         return name
 
+    def _seed_of(self, name: str) -> int:
+        own = self.steps.running.get(name)
+        return own.params.seed if own else 0
+
+    @property
+    def _salt(self) -> str:
+        """Keys and values are shared between requests of one salt."""
+        return f"load{self._loads}"
+
     def abort(self, name: str) -> None:
         """Forget a request; nothing if it is already done."""
         if self.steps.running.pop(name, None) is not None:
-            self._seeds.pop(name, None)
             self._client.abort_requests([name])
 
     @property
@@ -186,8 +196,9 @@ class Core:
         import torch
 
         if self.asleep:
-            _free_cached_memory()
-            self.llm.wake_up(["weights"])
+            with _one_message("wake up"):
+                _free_cached_memory()
+                self.llm.wake_up(["weights"])
         _synchronize()
         loaded: list[str] = []
         with torch.no_grad():
@@ -197,7 +208,19 @@ class Core:
             raise EngineError("the policy sent no weights to vLLM.")
         self.steps.version = weights.version
         self._loads += 1
+        self._salt_those_that_wait()
         self._stale = False
+
+    def _salt_those_that_wait(self) -> None:
+        """Requests that were added before this load and start after it must not find blocks of the older weights."""
+        from vllm.v1.request import RequestStatus
+
+        for own in self.steps.running.values():
+            request = own.request
+            if request.status == RequestStatus.WAITING and not request.num_computed_tokens:
+                request.cache_salt = self._salt
+                del request.block_hashes[:]
+                request.update_block_hashes()
 
     def _load(self, tensors: Iterator[tuple[str, Any]]) -> None:
         try:
@@ -222,17 +245,19 @@ class Core:
         """
         if self.steps.running:
             raise EngineError(f"the engine was sent to sleep with {len(self.steps.running)} requests running.")
-        while self.busy:
-            self.step()
-        self.llm.sleep(level=SLEEP_LEVEL)
+        with _one_message("go to sleep"):
+            while self.busy:
+                self.step()
+            self.llm.sleep(level=SLEEP_LEVEL)
         self.asleep = self._stale = True
 
     def wake(self) -> None:
         """Take the memory back; the weights were loaded already."""
         if self._stale:
             raise EngineError("the engine was woken before weights were loaded.")
-        _free_cached_memory()
-        self.llm.wake_up(["kv_cache"])
+        with _one_message("wake up"):
+            _free_cached_memory()
+            self.llm.wake_up(["kv_cache"])
         self.asleep = False
 
     def close(self) -> None:
@@ -256,6 +281,9 @@ def _start(options: VLLMOptions) -> Any:
     """Build vLLM's engine."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0"
+    }  # whatever the user's shell says: the engine is this process's
     try:
         from vllm import EngineArgs
         from vllm.usage.usage_lib import UsageContext
@@ -269,6 +297,8 @@ def _start(options: VLLMOptions) -> Any:
         args = EngineArgs(**options.engine_args())
     except TypeError as error:
         raise ConfigError(f"rollout.vllm_args: {str(error).removeprefix('EngineArgs.__init__() ')}.") from error
+    if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
+        raise ConfigError("rollout.vllm_args: an engine has one GPU; remove the parallel sizes.")
     try:
         return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
     except Exception as error:  # whatever keeps it from starting, the user needs one message
@@ -294,6 +324,18 @@ def _counted(tensors: Iterator[tuple[str, Any]], into: list[str]) -> Iterator[tu
         yield name, tensor
 
 
+@contextmanager
+def _one_message(what: str) -> Iterator[None]:
+    """vLLM's failures of memory are assertions and out-of-memory errors of several kinds."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineError(
+            f"vLLM could not {what}: {type(error).__name__}: {' '.join(str(error).split())[:400]}\n  where memory is short, "
+            "lower rollout.gpu_memory_utilization or train.micro_tokens; rollout.sleep: false keeps vLLM awake"
+        ) from error
+
+
 def _free_cached_memory() -> None:
     """What the trainer has freed is cached by torch, and would be missing where vLLM takes its own back."""
     import torch
@@ -302,8 +344,15 @@ def _free_cached_memory() -> None:
 
 
 def _synchronize() -> None:
-    """The trainer and the engine use streams of their own."""
+    """The trainer and the engine use streams of their own. A device that hangs is noticed: the wait is another thread's."""
     import torch
 
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        waiter = threading.Thread(target=torch.cuda.synchronize, args=(torch.cuda.current_device(),), daemon=True)
+        waiter.start()
+        wait_for(partial(_has_ended, waiter), "engine", "the GPU to finish the step under way", GPU_S)
+
+
+def _has_ended(thread: threading.Thread, seconds: float) -> bool:
+    thread.join(seconds)
+    return not thread.is_alive()

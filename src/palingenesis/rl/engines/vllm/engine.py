@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from palingenesis.rl.engines.vllm.core import Core, VLLMOptions
-from palingenesis.rl.errors import EngineError, PalingenesisError
+from palingenesis.rl.errors import EngineError, PalingenesisError, StallError
 from palingenesis.rl.observe.waits import progress, wait_for
 from palingenesis.rl.types import Completion, EngineUsage, SamplingParams, Weights
 
@@ -43,6 +43,7 @@ class VLLMEngine:
         self._options = options
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
+        self._closed = False
         self._timeline: list[tuple[float, int]] = []
         self._seen = {"prefill": 0, "cached": 0, "generated": 0}
         self.core: Core
@@ -77,7 +78,10 @@ class VLLMEngine:
                 return True
             if order is None:
                 return False
-            order()
+            try:
+                order()
+            except Exception as error:  # noqa: BLE001 - a thread that dies would leave everybody waiting
+                self._fail(error)
             idle = False
 
     def _step(self) -> None:
@@ -145,7 +149,11 @@ class VLLMEngine:
             wait_for(standing.wait, "engine", "the engine's thread to stand still between two steps", STILL_S)
             if self._failure is not None:
                 raise self._failure
-            yield
+            try:
+                yield
+            except StallError as stall:  # the GPU hangs: nothing more can be asked of the engine
+                self._failure = stall
+                raise
         finally:
             go_on.set()
 
@@ -168,7 +176,9 @@ class VLLMEngine:
 
     def usage(self) -> EngineUsage:
         """What was done since the last call. Called between the loop's requests; counts are of whole requests."""
-        timeline, self._timeline = self._timeline, self._timeline[-1:]
+        count = len(self._timeline)  # the engine's thread may append meanwhile
+        timeline = self._timeline[:count]
+        del self._timeline[: max(0, count - 1)]  # the last entry is where the next span begins
         totals = {name: self.core.steps.totals[name] for name in self._seen}
         spent = {name: totals[name] - before for name, before in self._seen.items()}
         self._seen = totals
@@ -184,7 +194,10 @@ class VLLMEngine:
         """End the thread and give everything back. A step that hangs is left behind with its thread, a daemon."""
         self._inbox.put(None)
         self._thread.join(timeout=10.0)
-        if not self._thread.is_alive() and hasattr(self, "core"):
+        if self._closed or self._thread.is_alive() or not hasattr(self, "core"):
+            return
+        self._closed = True
+        if self._failure is None:  # after a failed step even giving back may fail or hang: the process's end gives back
             self.core.close()
 
 

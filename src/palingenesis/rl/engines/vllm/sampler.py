@@ -13,7 +13,7 @@ nothing that the stand-ins leave out is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -69,12 +69,12 @@ class _RunnerV2:
 
 
 class _RunnerV1:
-    """Stands in for `vllm.v1.sample.sampler.Sampler`, whose metadata knows no seeds by row: `seeds` has them by request."""
+    """Stands in for `vllm.v1.sample.sampler.Sampler`, whose metadata knows no seeds by row: `seed_of` asks by request."""
 
-    def __init__(self, inner: Any, runner: Any, seeds: Mapping[str, int]) -> None:
+    def __init__(self, inner: Any, runner: Any, seed_of: Callable[[str], int]) -> None:
         self.inner = inner
         self.runner = runner
-        self.seeds = seeds
+        self.seed_of = seed_of
         self._batch: Any = None
         self._rows = torch.empty(0)
 
@@ -86,7 +86,7 @@ class _RunnerV1:
 
         count = logits.shape[0]
         if sampling_metadata is not self._batch:  # made anew whenever a request joins, leaves or moves
-            seeds = [self.seeds.get(name, 0) for name in self.runner.input_batch.req_ids[:count]]
+            seeds = [self.seed_of(name) for name in self.runner.input_batch.req_ids[:count]]
             self._rows = torch.tensor(seeds, dtype=torch.int64).to(logits.device, non_blocking=True)
             self._batch = sampling_metadata
         temperature = sampling_metadata.temperature
@@ -117,15 +117,15 @@ class _WideHead:
         return logits if bias is None else logits.add_(bias)
 
 
-def install(runner: Any, seeds: Mapping[str, int]) -> Callable[[], None]:
+def install(runner: Any, seed_of: Callable[[str], int]) -> Callable[[], None]:
     """Exchange the runner's sampler and widen its head; returns what undoes both (benchmarks measure the two sides).
 
     Args:
         runner: vLLM's model runner.
-        seeds: of the running requests, by vLLM's request id.
+        seed_of: the seed of a running request, by vLLM's id.
     """
     inner = runner.sampler
-    stand_in = _RunnerV2(inner) if hasattr(inner, "sampling_states") else _RunnerV1(inner, runner, seeds)
+    stand_in = _RunnerV2(inner) if hasattr(inner, "sampling_states") else _RunnerV1(inner, runner, seed_of)
     runner.sampler = stand_in
     heads = _heads(runner.model)
     for head in heads:

@@ -86,6 +86,8 @@ class Steps:
         self._asynchronous = hasattr(scheduler, "_spec_token_placeholders")
         self._counts_in_flight = _counts_in_flight()
         self._unit = _block_unit(scheduler)
+        # With several kinds of cache, what a block no longer needs is freed one token after its boundary.
+        self._late = 1 if len(scheduler.kv_cache_config.kv_cache_groups) > 1 else 0
         self.shortcut = self._unit > 0 and _is_plain(scheduler)
         self.take_over()
 
@@ -138,7 +140,7 @@ class Steps:
             if (placeholders and computed + 2 - placeholders >= ends) or computed >= self.max_model_len - 1:
                 continue  # the step under way is its last
             chosen.append(request)
-            if computed % self._unit == 0:
+            if computed % self._unit <= self._late:
                 growing.append(request)
         if not chosen or len(chosen) > s.max_num_scheduled_tokens or s._pause_state.value:
             return None
