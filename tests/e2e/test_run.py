@@ -438,11 +438,11 @@ def decode(self, batch):
     return original(self, batch)
 hf.HFEngine._decode = decode
 """,
-        r"error: engine stood still for [34] s .*a request of row ",
+        r"error: engine stood still for \d+ s .*a request of row ",
         "in decode",
     ),
-    "reward": ("", r"error: reward 'mine' stood still for [23] s .*row ", "in mine"),
-    "loop": ("", r"error: rollout loop stood still for [23] s ", "in mine"),
+    "reward": ("", r"error: reward 'mine' stood still for \d+ s .*row ", "in mine"),
+    "loop": ("", r"error: (rollout loop|reward 'mine') stood still for \d+ s ", "in mine"),
 }
 MINE = {
     "engine": "def mine(completion): return float(len(completion) % 2)",
