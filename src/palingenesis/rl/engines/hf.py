@@ -37,6 +37,7 @@ import torch
 
 from palingenesis.rl.errors import EngineError
 from palingenesis.rl.kernels.head import wide_product
+from palingenesis.rl.kernels.sample import sample_reference
 from palingenesis.rl.observe.waits import progress, wait_for
 from palingenesis.rl.types import Completion, EngineUsage, Finish, SamplingParams, Weights
 
@@ -325,11 +326,7 @@ class _Sampler:
         self.engine = engine
         self.params = params
         self.steps = max(p.max_new_tokens for p in params)
-        temperature = torch.tensor([p.temperature for p in params], device=device)
-        self.greedy = (temperature == 0).unsqueeze(1)
-        self.any_greedy = any(p.temperature == 0 for p in params)
-        self.all_greedy = all(p.temperature == 0 for p in params)
-        self.inverse = torch.where(temperature == 0, 1.0, 1.0 / temperature).unsqueeze(1)
+        self.temperature = torch.tensor([p.temperature for p in params], device=device)
         self.uniform = torch.stack([self._draws(p.seed) for p in params]).to(device)
         self.tokens: list[torch.Tensor] = []
         self.logprobs: list[torch.Tensor] = []
@@ -342,18 +339,10 @@ class _Sampler:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.times.append(time.monotonic())
-        logprobs = torch.log_softmax(scores.float() * self.inverse, dim=-1)
-        if self.all_greedy:
-            token = scores.argmax(-1, keepdim=True)
-        else:
-            cdf = logprobs.double().exp().cumsum(-1)
-            # Scaling by the last entry keeps a draw near 1 inside the vocabulary whatever the sum rounded to.
-            draw = self.uniform[:, len(self.tokens)].unsqueeze(1) * cdf[:, -1:]
-            token = torch.searchsorted(cdf, draw, right=True).clamp_(max=scores.shape[-1] - 1)
-            if self.any_greedy:
-                token = torch.where(self.greedy, scores.argmax(-1, keepdim=True), token)
+        drawn = sample_reference(scores, self.temperature, self.uniform[:, len(self.tokens)])
+        token, logprob = (values.unsqueeze(1) for values in drawn)
         self.tokens.append(token)
-        self.logprobs.append(logprobs.gather(1, token))
+        self.logprobs.append(logprob)
         self.versions.append(self.engine.version)
         self.engine._drawn(len(self.params), len(self.tokens))
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)

@@ -44,12 +44,11 @@ def sample_reference(logits: Tensor, temperature: Tensor, draws: Tensor) -> tupl
     best = logits.argmax(-1, keepdim=True)
     if bool(greedy.all()):
         return best[:, 0], logprobs.gather(1, best)[:, 0]
-    mass = logprobs.double().exp()
-    cdf = mass.cumsum(-1)
-    # Scaled by the last entry, a draw near 1 stays inside the vocabulary whatever the sum rounded to.
-    token = torch.searchsorted(cdf, draws.unsqueeze(1) * cdf[:, -1:], right=True)
-    last = mass.shape[1] - 1 - (mass > 0).flip(-1).int().argmax(-1, keepdim=True)
-    token = torch.where(greedy.unsqueeze(1), best, torch.minimum(token, last))
+    cdf = logprobs.double().exp().cumsum(-1)
+    total = cdf[:, -1:]
+    # Below the whole mass, whatever the sum rounded to: the entry that passes it is one of the vocabulary, with mass.
+    target = torch.minimum(draws.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    token = torch.where(greedy.unsqueeze(1), best, torch.searchsorted(cdf, target, right=True))
     return token[:, 0], logprobs.gather(1, token)[:, 0]
 
 

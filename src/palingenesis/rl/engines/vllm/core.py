@@ -281,9 +281,7 @@ def _start(options: VLLMOptions) -> Any:
     """Build vLLM's engine."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0"
-    }  # whatever the user's shell says: the engine is this process's
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # whatever the shell says: the engine is this process's
     try:
         from vllm import EngineArgs
         from vllm.usage.usage_lib import UsageContext

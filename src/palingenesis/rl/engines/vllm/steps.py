@@ -338,11 +338,9 @@ def _is_plain(scheduler: Any) -> bool:
 
 def _counts_in_flight() -> bool:
     """Newer schedulers count the tokens of steps under way."""
-    from inspect import getsource
-
     from vllm.v1.request import Request
 
-    return "num_in_flight_tokens" in getsource(Request.__init__)
+    return "num_in_flight_tokens" in Request.__init__.__code__.co_names
 
 
 def _block_unit(scheduler: Any) -> int:
