@@ -11,7 +11,9 @@ With d = log-prob of the policy − log-prob of the sampler, over every sampled 
 A case is `backend/precision`. `vllm` cases sample after the first load of the policy's weights and after the twentieth;
 between two loads every parameter gets noise of `--noise` times its own standard deviation, so that a load that is missed
 shows: `stale` is what the first load's tokens look like under the twentieth's weights. `bf16_head` is the same engine with
-vLLM's own head, whose logits are rounded to bf16.
+vLLM's own head, whose logits are rounded to bf16. `float32_policy` scores the first load's tokens with the policy in
+float32: what remains is the sampler's own rounding. `autocast_policy` keeps float32 weights and residuals and multiplies
+in bf16.
 
 Each case runs in a process of its own (one vLLM engine a process) and is kept in bench/results/agreement.json.
 """
@@ -50,7 +52,7 @@ QUESTIONS = (
 )
 CASES = {
     "cpu": ("hf/float32-tiny", "vllm/float32-tiny", "vllm/float32"),
-    "cuda": ("vllm/bfloat16", "vllm/fp8"),
+    "cuda": ("vllm/bfloat16", "vllm/fp8", "vllm/fp8_per_channel"),
 }
 ROWS = 8  # sequences the policy scores at once
 
@@ -160,7 +162,7 @@ def run_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
             device=device.type,
             max_model_len=tokens + max(map(len, asked)) + 1,
             max_num_seqs=max(args.completions, 64),
-            quantization="fp8" if precision == "fp8" else "",
+            quantization=precision if precision.startswith("fp8") else "",
             extra={"enforce_eager": True} if args.eager else {},
         )
     )
@@ -179,6 +181,12 @@ def run_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
             if dtype != torch.float32:
                 with vllm_head(engine):
                     out["bf16_head"] = difference(policy, asked, sample(engine, asked, tokens, stop))
+                exact, _ = load_policy(made.folder, device=device, dtype=torch.float32)
+                exact.model.eval()
+                out["float32_policy"] = difference(exact, asked, first)
+                with torch.autocast(device.type, torch.bfloat16):
+                    out["autocast_policy"] = difference(exact, asked, first)
+                del exact
     last = sample(engine, asked, tokens, stop)
     out["last_load"] = difference(policy, asked, last)
     out["stale"] = difference(policy, asked, first)
@@ -222,7 +230,7 @@ def main() -> int:
                 continue
             got = json.loads(into.read_text(encoding="utf-8"))
         keep("agreement", {case: got["first_load"]["mean_abs"], "details": {case: got}}, smoke=args.smoke)
-        for when in ("first_load", "last_load", "bf16_head", "stale"):
+        for when in ("first_load", "last_load", "bf16_head", "float32_policy", "autocast_policy", "stale"):
             if when in got:
                 rows.append({"case": case, "when": when, **{k: f"{v:.3g}" for k, v in got[when].items()}})
     table(rows)

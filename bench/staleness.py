@@ -253,7 +253,6 @@ def note(args: argparse.Namespace, runs: dict[int, list[dict[str, Any]]], engine
     """Keep what there is so far."""
     cost = {s: statistics.mean(run["seconds_per_trained_token"] for run in of) for s, of in runs.items()}
     figures: dict[str, Any] = {
-        "model": args.model,
         "backend": args.backend,
         "hardware": hardware(),
         "rollouts_a_step": args.prompts * args.group,
@@ -263,7 +262,8 @@ def note(args: argparse.Namespace, runs: dict[int, list[dict[str, Any]]], engine
     if {0, 1} <= cost.keys():
         figures = {"seconds_per_trained_token_ratio": round(cost[1] / cost[0], 3), **figures}
         figures["order"] = args.order
-    keep("staleness", figures, smoke=args.smoke)
+    headline = {k: v for k, v in figures.items() if k == "seconds_per_trained_token_ratio"}
+    keep("staleness", {**headline, "models": {args.model: figures}}, smoke=args.smoke)
     shown = ("step_s", "trained_tokens_per_s", "length_mean", "length_max", "groups_continued", "seqs_mean")
     table([{"staleness": s, **{n: run[n] for n in shown}, **run["time"]} for s, of in runs.items() for run in of])
     for s, of in engine.items():

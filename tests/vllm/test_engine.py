@@ -133,7 +133,7 @@ def test_a_prompt_that_waits_through_a_load_is_computed_with_the_new_weights(eng
     async def during() -> Completion:
         work = [asyncio.create_task(engine.generate(prompt, SamplingParams(80, seed=i))) for i in range(65)]
         await asyncio.to_thread(wait_until, lambda: sum(bool(r.versions) for r in _running(engine)) == 64)
-        assert len(_running(engine)) == 65
+        assert engine.core.requests == 65
         shaken(policy)
         await asyncio.to_thread(engine.load, PolicyWeights(21, policy.model))
         return (await asyncio.gather(*work))[-1]
@@ -141,6 +141,45 @@ def test_a_prompt_that_waits_through_a_load_is_computed_with_the_new_weights(eng
     last = asyncio.run(during())
     assert set(last.versions) == {21}
     assert gap(policy, [prompt], [last]) < AGREE
+
+
+def test_a_prompt_that_vllm_lets_wait_through_a_load_too(
+    engine: Any, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step has room for one prompt only: the second has joined and waits in vLLM's own queue."""
+    prompt = tuple(i % 243 for i in range(300))
+    engine.load(PolicyWeights(30, policy.model))
+    done: list[Any] = []
+    with engine._standing_still():
+        core = engine.core
+        monkeypatch.setattr(core._engine.scheduler, "max_num_scheduled_tokens", 300)
+        for seed in range(2):
+            core.add(prompt, SamplingParams(80, seed=seed), done.append)
+        core.step()
+        assert not core.held
+        assert len(core._engine.scheduler.waiting) == 1
+        shaken(policy)
+        core.load(PolicyWeights(31, policy.model))
+        while core.busy:
+            core.step()
+    assert set(done[-1].versions) == {31}
+    assert gap(policy, [prompt], [done[-1]]) < AGREE
+
+
+def test_requests_that_come_one_by_one_join_together(engine: Any) -> None:
+    """Each arrival would cost a step of vLLM's own way; here 40 join a batch of 20 in a few."""
+    engine.core.steps.short = 0
+
+    async def arriving() -> None:
+        first = [engine.generate(PROMPTS[0], SamplingParams(300, seed=i)) for i in range(20)]
+        running = [asyncio.create_task(request) for request in first]
+        for i in range(40):
+            await asyncio.sleep(0.004)
+            running.append(asyncio.create_task(engine.generate(PROMPTS[1], SamplingParams(20, seed=i))))
+        await asyncio.gather(*running)
+
+    asyncio.run(arriving())
+    assert engine.core.steps.short > 280
 
 
 def mixed_load(core: Any, seed: int) -> tuple[dict[int, Completion], int]:
@@ -164,8 +203,11 @@ def mixed_load(core: Any, seed: int) -> tuple[dict[int, Completion], int]:
 
 
 @pytest.mark.parametrize("blocks", [400, 70])
-def test_the_short_way_leaves_what_vllms_own_would(engine: Any, policy: Policy, blocks: int) -> None:
+def test_the_short_way_leaves_what_vllms_own_would(
+    engine: Any, policy: Policy, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Same requests in the same order: same tokens, same log-probs, same blocks; with few blocks requests are preempted."""
+    monkeypatch.setattr("palingenesis.rl.engines.vllm.core.ADMIT_S", 0.0)  # who joins when is the same both times
     engine.load(PolicyWeights(0, policy.model))
     with engine._standing_still():
         core = engine.core

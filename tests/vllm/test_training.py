@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -26,11 +27,12 @@ def train(config: str, folder: Path, *options: str) -> list[dict[str, float]]:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_quickstart_trains_on_vllms_rollouts(tmp_path: Path, staleness: int) -> None:
     options = ["--train.steps", "6", "--train.eval_samples", "16", "--rollout.max_staleness", str(staleness)]
+    exact = 1e-3 if torch.cuda.is_available() else 1e-6  # bf16 on a GPU, float32 on a CPU
     steps = train("rl_quickstart.yaml", tmp_path / "run", *options)
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     for step in steps:
         assert step["tokens/trained"] > 0
-        assert step["policy/mismatch_k3"] < (1e-6 if staleness == 0 else 0.05)
+        assert step["policy/mismatch_k3"] < (exact if staleness == 0 else 0.05)
         assert step["engine/seqs_mean"] > 10
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 

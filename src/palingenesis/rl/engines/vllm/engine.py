@@ -98,9 +98,8 @@ class VLLMEngine:
             cause, error = error, EngineError(f"a step of vLLM failed: {type(error).__name__}: {error}")
             error.__cause__ = cause
         self._failure = error
-        running, self.core.steps.running = list(self.core.steps.running.values()), {}
-        for request in running:
-            request.done(error)
+        for tell in self.core.forget():
+            tell(error)
 
     # --- the rollout loop ---
 
@@ -182,7 +181,7 @@ class VLLMEngine:
         totals = {name: self.core.steps.totals[name] for name in self._seen}
         spent = {name: totals[name] - before for name, before in self._seen.items()}
         self._seen = totals
-        idle = [] if self.core.steps.running else [(time.monotonic(), 0)]
+        idle = [] if self.core.requests else [(time.monotonic(), 0)]
         return EngineUsage(
             timeline=(*timeline, *idle),
             prefill_tokens=spent["prefill"],
