@@ -8,6 +8,7 @@
     │   ├── ModelError               exit 1: a checkpoint, tokenizer or template cannot be used
     │   ├── RewardError              exit 1: a reward is defective (raised, wrong length, NaN): names reward and row
     │   ├── EngineError              exit 1: generation failed
+    │   ├── SandboxError             exit 1: programs cannot be run: names sandbox.backend or sandbox.image, the cause, the cure
     │   ├── StallError               exit 1: a part stood still past its deadline; names it, and where the stacks are
     │   ├── OutageError              exit 1: too many samples were skipped; names the source
     │   └── CheckpointError          exit 1: a checkpoint cannot be read or does not belong to this run
@@ -53,6 +54,10 @@ class EngineError(PalingenesisError):
     """The generation engine failed."""
 
 
+class SandboxError(PalingenesisError):
+    """The sandbox cannot be started or used as it is configured."""
+
+
 class StallError(PalingenesisError):
     """A part of the run stood still past its deadline. `report` holds what was waited for and all threads' stacks."""
 
@@ -95,6 +100,7 @@ __all__ = [
     "OutageError",
     "PalingenesisError",
     "RewardError",
+    "SandboxError",
     "SkipSample",
     "StallError",
     "StopRun",

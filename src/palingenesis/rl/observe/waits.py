@@ -3,6 +3,7 @@
     with waiting("engine", "request 12, prompt 73 tokens", 300):     whoever waits registers, in any thread
         ...
     progress("engine", "token 40 of 32 sequences")                   the part that works says that it moves
+    progress()                                                       the same, from inside the block that waits
     check()                                                          the trainer's thread asks while it naps
 
 A wait is on a part. It is late when, for its limit, it has not ended and its part has not moved: a deadline is about
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from palingenesis.rl.errors import StallError
@@ -41,6 +43,7 @@ class Wait:
 
 _lock = threading.Lock()
 _waits: set[Wait] = set()
+_inside: ContextVar[str] = ContextVar("the part of the innermost wait", default="")
 _moved: dict[str, tuple[float, str]] = {}  # part -> when it last moved, and what it did
 
 
@@ -50,15 +53,22 @@ def waiting(part: str, detail: str, limit: float) -> Iterator[None]:
     wait = Wait(part, detail, limit, time.monotonic())
     with _lock:
         _waits.add(wait)
+    before = _inside.get()
+    _inside.set(part)
     try:
         yield
     finally:
+        _inside.set(before)  # not `reset`, which fails where a forgotten coroutine is closed in another context
         with _lock:
             _waits.discard(wait)
 
 
-def progress(part: str, note: str = "") -> None:
-    """`part` has moved: a token, a finished call. Cheap enough for every token; any thread. The last note is kept."""
+def progress(part: str = "", note: str = "") -> None:
+    """`part` has moved: a token, a finished call. Cheap enough for every token; any thread. The last note is kept.
+
+    Without a name it is the part that the caller's innermost `waiting` block waits for.
+    """
+    part = part or _inside.get()
     _moved[part] = (time.monotonic(), note or _moved.get(part, (0.0, ""))[1])
 
 
