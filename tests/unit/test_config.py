@@ -548,7 +548,7 @@ def test_the_page_of_options_is_current() -> None:
 
 
 def test_the_table_of_built_in_rewards_is_that_of_their_classes() -> None:
-    assert set(BUILTIN_REWARDS) - {"code"} == set(BUILTIN) - {"code"}
+    assert set(BUILTIN_REWARDS) == set(BUILTIN)
     for name, target in BUILTIN.items():
         arguments = inspect.signature(resolve(target, {}, "fn")).parameters.values()
         said = {each.name: ... if each.default is each.empty else each.default for each in arguments}

@@ -36,7 +36,11 @@ from palingenesis.rl.config.schema import SECTIONS, find_field
 from palingenesis.rl.data import build
 from palingenesis.rl.observe.log import COLUMNS
 from palingenesis.rl.rewards import BUILTIN, RewardSet
+from palingenesis.rl.rewards.grading.run import Verdict
+from palingenesis.rl.rewards.score import SANDBOX_COUNTS
 from tests.e2e.test_run import METRICS
+
+pytestmark = pytest.mark.filterwarnings("ignore:sandbox.backend is subprocess")
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -45,6 +49,7 @@ ROWS = "examples/rl/data/addition/train.jsonl"
 LANGUAGES = {"python", "yaml", "bash", "json", "text"}
 NOT_PGS = {"pip", "mkdocs"}  # commands of others that a page may show
 GPU_ONLY = {"mfu"}
+CODE_ONLY = {f"code/{verdict}" for verdict in Verdict} | {f"sandbox/{name}" for name in SANDBOX_COUNTS}
 
 
 @dataclass(frozen=True)
@@ -370,7 +375,7 @@ def test_the_metrics_are_those_of_a_run(run_folder: Path) -> None:
     written = set().union(*logged(run_folder / "metrics.jsonl")) - {"step", "time"}
     documented = names_in([row[0] for row in table_under(DOCS / "training.md", "### Metrics")])
     one_reward = {"rewards/correct" if name == "rewards/<name>" else name for name in documented}
-    assert one_reward - GPU_ONLY == written - GPU_ONLY
+    assert one_reward - GPU_ONLY == (written | CODE_ONLY) - GPU_ONLY
     assert one_reward >= METRICS
 
 
@@ -386,9 +391,8 @@ def test_metrics_named_elsewhere_exist(run_folder: Path) -> None:
 
 def test_the_files_and_fields_are_those_of_a_run(run_folder: Path) -> None:
     page = DOCS / "training.md"
-    files = names_in([row[0] for row in table_under(page, "## What a run writes")]) - {
-        "stalled.txt"
-    }  # of a stalled run
+    of_some_runs = {"stalled.txt", "failures.jsonl"}
+    files = names_in([row[0] for row in table_under(page, "## What a run writes")]) - of_some_runs
     assert {name.replace("<n>", "1").rstrip("/").split("/")[0] for name in files} == {
         path.name for path in run_folder.iterdir()
     }

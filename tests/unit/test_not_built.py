@@ -17,8 +17,6 @@ EXPECTED: list[tuple[str, tuple[Any, ...]]] = [
     ("model.gradient_checkpointing", ("selective",)),
     ("data.format", ("nemo_gym",)),
     ("env.*", ()),
-    ("rewards.*.fn", ("code",)),
-    ("sandbox.*", ()),
     ("train.optimizer", ("adamw8bit", "paged_adamw8bit")),
     ("train.fsdp", (True,)),
     ("train.cpu_offload", ()),
@@ -38,8 +36,6 @@ ASKS: list[tuple[str, Any]] = [
     ("env.type", "tools"),
     ("env.tools", ["tools.py:search"]),
     ("env.max_turns", 3),
-    ("sandbox.backend", "bubblewrap"),
-    ("sandbox.workers", 8),
     ("train.optimizer", "adamw8bit"),
     ("train.fsdp", True),
     ("train.cpu_offload", True),
@@ -69,13 +65,6 @@ def test_asking_for_a_missing_part_is_refused_as_such(option: str, value: Any) -
     assert str(caught.value).startswith(f"{option}: ")
 
 
-def test_the_code_reward_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"rewards\.tests\.fn: 'code' asks for the code reward, which is not built yet"
-    ):
-        RLConfig.from_dict({**BASE, "rewards": {"tests": {"fn": "code"}}})
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -83,7 +72,8 @@ def test_the_code_reward_is_refused() -> None:
         ("rollout.max_staleness", 0),
         ("env.type", "single_turn"),
         ("env.tools", []),
-        ("sandbox.backend", "docker"),
+        ("sandbox.backend", "bubblewrap"),
+        ("sandbox.workers", 8),
         ("train.fsdp", False),
         ("train.fsdp", "auto"),
         ("train.prompt_sharing", False),

@@ -32,7 +32,7 @@ def evaluate(config: RLConfig, policy: str, samples: int = 1) -> dict[str, Any]:
         the last maps k to the share.
 
     Raises:
-        UsageError: samples that would all be equal. DataError: no held-out rows.
+        UsageError: samples that would all be equal. DataError: no held-out rows. SandboxError: it cannot start.
     """
     temperature = config.train.eval_temperature
     if samples < 1 or (samples > 1 and temperature == 0):

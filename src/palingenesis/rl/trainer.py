@@ -191,9 +191,13 @@ class Run:
             self.log.no_step(batch.step)
         values = {**batch_metrics(batch), **result.metrics, **self.clock.lap()}
         generating = values["time/step" if self.overlaps else "time/rollout"]
+        usage = self.rewards.usage()
+        values |= usage.metrics
         values["tokens/s"] = values.get("tokens/generated", 0.0) / max(generating, 1e-9)
         for sink in self.sinks:
             sink.metrics(batch.step, values | self.utilization(batch, values["time/train"]))
+            for example in usage.examples:
+                sink.record("failures", batch.step, example)
 
     def utilization(self, batch: ScoredBatch, seconds: float) -> dict[str, float]:
         """`mfu`, on a device whose peak is known."""
@@ -375,7 +379,7 @@ class Parts:
 
 
 def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
-    """Data, template, model, engine and collector.
+    """Data, template, sandbox, model, engine and collector.
 
     Args:
         source: the checkpoint to load: the config's policy, or the one a run resumes from.
@@ -390,6 +394,7 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
     template = ChatTemplate(tokenizer, config.model.chat_template_kwargs)
     budget = Budget(config.rollout.max_new_tokens, config.rollout.max_completion_tokens, config.rollout.max_model_len)
     rows = load_rows(config, rewards, template)
+    rewards.start_sandbox(config.sandbox)
 
     import torch
 

@@ -40,8 +40,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("model.gradient_checkpointing", ("selective",), "selective checkpointing", "use full or none"),
     NotBuilt("data.format", ("nemo_gym",), "the NeMo Gym row format", "convert the rows and use chat"),
     NotBuilt("env.*", (), "a part of tools and environments", "keep env.type single_turn and leave the section alone"),
-    NotBuilt("rewards.*.fn", ("code",), "the code reward", "write a function that scores the completion"),
-    NotBuilt("sandbox.*", (), "the sandbox", "remove it"),
     NotBuilt("train.optimizer", ("adamw8bit", "paged_adamw8bit"), "8-bit AdamW", "use adamw"),
     NotBuilt("train.fsdp", (True,), "sharding over ranks", "leave it at auto and run one process"),
     NotBuilt("train.cpu_offload", (), "offloading to CPU memory", "leave it at false"),

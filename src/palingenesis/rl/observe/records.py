@@ -3,6 +3,7 @@
     config.yaml              resolved options, with package versions as comments
     metrics.jsonl            one object a step
     eval.jsonl               one object an evaluation
+    failures.jsonl           a few programs a step that did not pass, where a reward runs programs
     rollouts/step_<n>.jsonl  an {"kind": "engine"} line and a {"kind": "rollout"} line for each rollout
 
 A line is written and flushed whole, so a run that dies leaves complete lines. A resumed run first drops the lines of
@@ -41,7 +42,7 @@ def dumps(value: Mapping[str, Any]) -> str:
 
 
 class RunFiles:
-    """A sink that appends to `metrics.jsonl` and `eval.jsonl`.
+    """A sink that appends to `metrics.jsonl` and `eval.jsonl`, and to a file of any other kind once there is a record.
 
     Args:
         folder: the run's folder; made if missing.
@@ -56,10 +57,13 @@ class RunFiles:
         self._lock = lock(folder)
         self.folder = folder
         self.last_eval = -1
-        self._files = {name: self._open(folder / f"{name}.jsonl", resumed_at) for name in ("metrics", "eval")}
+        self._resumed_at = resumed_at
+        there = ["failures"] if (folder / "failures.jsonl").exists() else []
+        self._files = {kind: self._open(kind) for kind in ("metrics", "eval", *there)}
 
-    def _open(self, path: Path, resumed_at: int) -> TextIO:
-        kept = [line for line in _lines(path) if 0 <= _step(line) <= resumed_at] if resumed_at else []
+    def _open(self, kind: str) -> TextIO:
+        path, done = self.folder / f"{kind}.jsonl", self._resumed_at
+        kept = [line for line in _lines(path) if 0 <= _step(line) <= done] if done else []
         path.write_text("".join(kept), encoding="utf-8")
         if path.stem == "eval" and kept:
             self.last_eval = json.loads(kept[-1])["step"]
@@ -72,6 +76,8 @@ class RunFiles:
         self.record("metrics", step, values)
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        if kind not in self._files:
+            self._files[kind] = self._open(kind)
         file = self._files[kind]
         file.write(dumps({"step": step, "time": time.time(), **values}) + "\n")
         file.flush()

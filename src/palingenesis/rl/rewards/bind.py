@@ -63,9 +63,28 @@ BUILTIN: Mapping[str, str] = {
     "boxed_choice": "palingenesis.rl.rewards.text:BoxedChoice",
     "qa_match": "palingenesis.rl.rewards.text:QAMatch",
     "regex": "palingenesis.rl.rewards.text:Regex",
+    "code": "palingenesis.rl.rewards.code:Code",
     "judge": "palingenesis.rl.rewards.judge:Judge",
     "equivalence": "palingenesis.rl.rewards.judge:Equivalence",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What rewards and the sandbox did since they were last asked.
+
+    Attributes:
+        metrics: counts by their logged names, e.g. `code/wrong`, `sandbox/timeout`.
+        examples: a few programs that did not pass: `{"status", "reason", "source", ...}`.
+    """
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    examples: tuple[Mapping[str, str], ...] = ()
+
+    def __add__(self, other: Usage) -> Usage:
+        names = dict.fromkeys((*self.metrics, *other.metrics))
+        metrics = {name: self.metrics.get(name, 0.0) + other.metrics.get(name, 0.0) for name in names}
+        return Usage(metrics, (*self.examples, *other.examples))
 
 
 class BoundReward(ABC):
@@ -91,6 +110,15 @@ class BoundReward(ABC):
     def check_reference(self, row: Row) -> str | None:
         """Why the reward cannot read the row's reference; None when it can."""
         return None
+
+    @property
+    def asks_sandbox(self) -> bool:
+        """It wants the run's sandbox."""
+        return False
+
+    def usage(self) -> Usage:
+        """What it counted since the last call."""
+        return Usage()
 
     async def aclose(self) -> None:  # noqa: B027 - most rewards hold nothing
         """Release what belongs to the running loop."""
@@ -382,6 +410,14 @@ class FunctionReward(BoundReward):
     def check_reference(self, row: Row) -> str | None:
         check: Callable[[Row], str | None] | None = getattr(self.function, "check_reference", None)
         return check(row) if check is not None else None
+
+    @property
+    def asks_sandbox(self) -> bool:
+        return "sandbox" in self.asks.names
+
+    def usage(self) -> Usage:
+        taken: Callable[[], Usage] | None = getattr(self.function, "reward_usage", None)
+        return taken() if taken is not None else Usage()
 
     async def aclose(self) -> None:
         close: Callable[[], Awaitable[None]] | None = getattr(self.function, "aclose", None)

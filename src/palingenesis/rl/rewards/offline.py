@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +45,14 @@ class Scored:
         scores: one a row.
         unreadable: rows whose reference could not be read; their scores are skipped.
         seconds: wall-clock time of each reward.
+        counts: what the rewards and the sandbox counted, e.g. `code/wrong`, `sandbox/timeout`.
     """
 
     rows: list[dict[str, Any]]
     scores: list[Score]
     unreadable: list[Unreadable]
     seconds: Mapping[str, float]
+    counts: Mapping[str, float] = field(default_factory=dict)
 
 
 def score_file(
@@ -67,6 +69,7 @@ def score_file(
         UsageError: both or neither of `completions` and `gold`, or no reward in the config.
         DataError: a file, row or column cannot be used, or more than 5 % of the references cannot be read.
         RewardError: a reward is defective.
+        SandboxError: a reward asks for a sandbox, and it cannot start.
     """
     from rich.console import Console
     from rich.text import Text
@@ -83,6 +86,7 @@ def score_file(
         samples = [gold_sample(raw, str(gold), config.data) for raw in raws]
     rewards = RewardSet.from_config(config.rewards)
     try:
+        rewards.start_sandbox(config.sandbox)
         scored = score_rows(rewards, samples, [raw.values for raw in raws])
     finally:
         rewards.close()
@@ -105,7 +109,7 @@ def score_rows(rewards: RewardSet, samples: Sequence[Sample], values: Sequence[M
     found = iter(asyncio.run(_score_all(rewards, asked)))
     scores = [_unread(rewards, reasons[id(row)]) if id(row) in reasons else next(found) for row in rows]
     lines = [dict(value) | score_fields(score) for value, score in zip(values, scores, strict=True)]
-    return Scored(lines, scores, unreadable, dict(rewards.seconds))
+    return Scored(lines, scores, unreadable, dict(rewards.seconds), rewards.usage().metrics)
 
 
 async def _score_all(rewards: RewardSet, samples: Sequence[Sample]) -> list[Score]:
@@ -246,7 +250,7 @@ def score_table(names: Sequence[str], scored: Scored) -> Table:
 
 
 def _notes(scored: Scored) -> list[str]:
-    lines = []
+    lines = _count_lines(scored.counts)
     if scored.unreadable:
         shown = "; ".join(str(one) for one in scored.unreadable[:_SHOWN])
         lines.append(f"{len(scored.unreadable)} rows have a reference that cannot be read: {shown}")
@@ -254,6 +258,16 @@ def _notes(scored: Scored) -> list[str]:
     unread = {f"unreadable reference: {one.reason}" for one in scored.unreadable}
     lines += [f"skipped by {source}: {reason}" for reason, source in reasons.items() if reason not in unread][:_SHOWN]
     return lines
+
+
+def _count_lines(counts: Mapping[str, float]) -> list[str]:
+    """`code: 150 passed, 9 wrong` and the like: a line for what counted, without what did not happen."""
+    groups: dict[str, list[str]] = {}
+    for name, count in counts.items():
+        source, _, what = name.partition("/")
+        if count:
+            groups.setdefault(source, []).append(f"{count:,.0f} {what.replace('_', ' ')}")
+    return [f"{source}: {', '.join(parts)}" for source, parts in groups.items()]
 
 
 def _mean(values: Sequence[float | None]) -> str:

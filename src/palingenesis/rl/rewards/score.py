@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from palingenesis.rl.data import check_verifiers
 from palingenesis.rl.errors import ConfigError, DataError, SkipSample
-from palingenesis.rl.rewards.bind import BoundReward, Cell, bind, clock, gather, where
+from palingenesis.rl.rewards.bind import BoundReward, Cell, Usage, bind, clock, gather, where
 from palingenesis.rl.rewards.threads import Threads
+from palingenesis.rl.sandbox.job import Sandbox, Status
 from palingenesis.rl.types import Outcome, Row, Sample, Score
 
 if TYPE_CHECKING:
-    from palingenesis.rl.config.schema import RewardConfig
+    from palingenesis.rl.config.schema import RewardConfig, SandboxConfig
 
 MAX_THREADS = 64  # synchronous reward functions running at once
+SANDBOX_COUNTS = (*map(str, Status), "retried", "replaced")
+SANDBOX_EXAMPLES = 3  # of the sandbox's programs that did not end well, between two calls of `usage`
 MAX_UNREADABLE = 0.05  # share of rows whose reference cannot be read
 
 
@@ -48,10 +51,11 @@ class RewardSet:
         seconds: wall-clock time spent in each reward, summed over calls of `score`.
     """
 
-    def __init__(self, rewards: Sequence[BoundReward], sandbox: Any = None) -> None:
+    def __init__(self, rewards: Sequence[BoundReward], sandbox: Sandbox | None = None) -> None:
         self.rewards = {reward.name: reward for reward in rewards}
         self.seconds = dict.fromkeys(self.rewards, 0.0)
-        self._sandbox = sandbox
+        self._sandbox: Sandbox | None = sandbox
+        self._opened: Sandbox | None = None  # ours to close
         self._threads = Threads(MAX_THREADS, "pgs-reward")
 
     @classmethod
@@ -59,14 +63,14 @@ class RewardSet:
         cls,
         rewards: Mapping[str, RewardConfig],
         functions: Sequence[Callable[..., Any]] = (),
-        sandbox: Any = None,
+        sandbox: Sandbox | None = None,
     ) -> RewardSet:
         """Bind the config's rewards and the functions given in Python, which go by their own names.
 
         Args:
             rewards: the section `rewards`.
             functions: what `RLTrainer(rewards=[...])` was given; weight 1, plain style.
-            sandbox: what functions receive that ask for `sandbox`.
+            sandbox: what functions receive that ask for `sandbox`; left out, `start_sandbox` opens one.
 
         Raises:
             ConfigError: a function, an argument or a name cannot be used.
@@ -86,6 +90,31 @@ class RewardSet:
                 reward.close()
             raise
         return cls(bound, sandbox)
+
+    def start_sandbox(self, config: SandboxConfig) -> None:
+        """Open and start the sandbox that a reward asks for; nothing happens when none does, or when one was given.
+
+        Raises:
+            SandboxError: it cannot start, with the cure.
+        """
+        if self._sandbox is None and any(reward.asks_sandbox for reward in self.rewards.values()):
+            from palingenesis.rl.sandbox import open_sandbox
+
+            self._sandbox = self._opened = open_sandbox(config)
+            self._opened.start()
+
+    def usage(self) -> Usage:
+        """What the rewards and the sandbox counted since the last call, held-out rows included."""
+        total = Usage()
+        for reward in self.rewards.values():
+            total += reward.usage()
+        if self._sandbox is not None:
+            used = self._sandbox.usage()
+            counts = dict.fromkeys(SANDBOX_COUNTS, 0) | dict(used.counts)
+            total += Usage(
+                {f"sandbox/{name}": float(count) for name, count in counts.items()}, used.examples[-SANDBOX_EXAMPLES:]
+            )
+        return total
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -182,10 +211,13 @@ class RewardSet:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """End worker processes and threads. Math workers serve the whole process and end with their last user."""
+        """End worker processes, threads and the sandbox. Math workers serve the whole process and end with their last
+        user."""
         for reward in self.rewards.values():
             reward.close()
         self._threads.close()
+        if self._opened is not None:
+            self._opened.close()
 
 
 def _own_name(function: Callable[..., Any]) -> str:

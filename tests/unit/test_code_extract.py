@@ -1,0 +1,174 @@
+"""Where an answer's program is, what a prompt's code gives, and how a function's body continues it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from palingenesis.rl.rewards.grading.extract import (
+    answer_block,
+    complete,
+    defined,
+    defines,
+    helpers_of,
+    prompt_code,
+)
+
+# (completion, the program in it)
+ANSWERS: list[tuple[str, str | None]] = [
+    ("", None),
+    ("print(1)", None),
+    ("`print(1)`", None),
+    ("``` print(1) ```", None),
+    ("```python print(1)```", None),
+    ("```python\nprint(1)\n```", "print(1)\n"),
+    ("```py\nprint(1)\n```", "print(1)\n"),
+    ("```python3\nprint(1)\n```", "print(1)\n"),
+    ("```PYTHON\nprint(1)\n```", "print(1)\n"),
+    ("```Py title=a.py\nprint(1)\n```", "print(1)\n"),
+    ("``` python\nprint(1)\n```", "print(1)\n"),
+    ("```\nprint(1)\n```", "print(1)\n"),
+    ("~~~python\nprint(1)\n~~~", "print(1)\n"),
+    ("````python\nprint(1)\n````", "print(1)\n"),
+    ("```python\nprint(1)\n`````  ", "print(1)\n"),
+    ("```python\r\nprint(1)\r\nx = 2\r\n```\r\n", "print(1)\nx = 2\n"),
+    ("```python\n```", ""),
+    # other languages
+    ("```bash\nls\n```", None),
+    ("```python2\nprint 1\n```", None),
+    ("```pycon\n>>> 1\n```", None),
+    ("```json\n{}\n```\n```python\nx\n```", "x\n"),
+    ("```python\nx\n```\n```text\n5\n```", "x\n"),
+    ("```python\nx\n```\n```\n5\n```", "5\n"),  # the last one, tagged or not
+    # the last closed one
+    ("```python\na\n```\nor\n```python\nb\n```", "b\n"),
+    ("```python\na\n```\nor\n```python\nb", "a\n"),
+    ("```python\na", None),
+    ("```python\na\n``", None),
+    ("```python\na\n~~~", None),
+    ("````python\na\n```\n", None),
+    ("````python\n```\na\n```\n````", "```\na\n```\n"),
+    ("```python\na\n``` done", None),  # a closing fence stands alone
+    ("text ```python\na\n```", None),
+    ("```python\nx = 1\n```python\ny = 2\n```", "x = 1\n```python\ny = 2\n"),
+    # indentation
+    ("1. So:\n   ```python\n   def f():\n       return 1\n   ```", "def f():\n    return 1\n"),
+    ("   ```python\n   a\n b\n   ```", "a\nb\n"),
+    (
+        '```python\ndef f():\n    """\n    ```\n    f()\n    ```\n    """\n```',
+        'def f():\n    """\n    ```\n    f()\n    ```\n    """\n',
+    ),
+    # what is inside stays as it is
+    ("```python\n\n\nx = '`'  \n\n```", "\n\nx = '`'  \n\n"),
+    ("```python\nx = '\x0c\u2028'\n```", "x = '\x0c\u2028'\n"),
+    ("```python\n\tx\n```", "\tx\n"),
+]
+
+
+@pytest.mark.parametrize(("completion", "program"), ANSWERS, ids=range(len(ANSWERS)))
+def test_answers(completion: str, program: str | None) -> None:
+    assert answer_block(completion) == program
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["`" * 1_000_000, "```" + " " * 1_000_000 + "x", " " * 1_000_000 + "```", "```\n" * 300_000, "~~~`\n" * 300_000],
+    ids=range(5),
+)
+def test_hostile_completions_are_cheap(text: str) -> None:
+    began = time.perf_counter()
+    answer_block(text)
+    defines(text, "f")
+    defined(text)
+    assert time.perf_counter() - began < 3.0
+
+
+STUB = 'import math\n\n\ndef area(r):\n    """The area of a circle."""\n'
+FENCED = f"Complete this function.\n\n```python\n{STUB}```\n\nAnswer with the whole function."
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        (STUB, STUB),
+        (FENCED, STUB),
+        ("Write a function that adds.", ""),
+        ("sum", ""),  # Python, but it defines nothing
+        ("```\nassert f(1) == 2\n```", ""),
+        ("```python\ndef f(x):\n    pass\n```\nFor example:\n```python\n>>> f(1)\n```", "def f(x):\n    pass\n"),
+        ("```python\ndef f(x):\n```", "def f(x):\n"),
+        ("```json\n{}\n```", ""),
+        ("```python\ndef f(x)\n```", ""),
+        ("", ""),
+        ("(" * 10_000, ""),
+    ],
+    ids=range(11),
+)
+def test_the_code_of_a_prompt(prompt: str, code: str) -> None:
+    assert prompt_code(prompt) == code
+
+
+@pytest.mark.parametrize(
+    ("code", "helpers"),
+    [
+        ("", ""),
+        (STUB, "import math"),
+        ("def f(x):\n    return x\n\ndef g(x):\n", "def f(x):\n    return x"),
+        ("def f(x):\n    ...\ndef g(x):\n    pass\ndef h(x):\n    raise NotImplementedError", ""),
+        ("N = 3\nx: int = 4\nprint(N)\nfor i in range(3):\n    pass\nimport os", "N = 3\nx: int = 4\nimport os"),
+        (
+            "class Node:\n    def __init__(self, x):\n        self.x = x",
+            "class Node:\n\n    def __init__(self, x):\n        self.x = x",
+        ),
+        ("class Stack:\n    def push(self, x):\n        '''Push.'''", ""),
+        ("class Full(Exception):\n    pass", "class Full(Exception):\n    pass"),
+        (
+            "from typing import List\n\n@cache\ndef f(x):\n    return x\n",
+            "from typing import List\n\n@cache\ndef f(x):\n    return x",
+        ),
+    ],
+    ids=range(9),
+)
+def test_what_a_prompt_gives(code: str, helpers: str) -> None:
+    assert helpers_of(code).replace("\n\n", "\n") == helpers.replace("\n\n", "\n")
+
+
+WHOLE = "def area(r):\n    return math.pi * r * r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [
+        (WHOLE, WHOLE),
+        ("    return math.pi * r * r\n", STUB.rstrip() + "\n    return math.pi * r * r\n"),
+        ("return math.pi * r * r\n", STUB.rstrip() + "\n    return math.pi * r * r\n"),
+        ("\n    x = r\n    return x\n", STUB.rstrip() + "\n\n    x = r\n    return x\n"),
+        ("if r:\n    return 1\nreturn 2\n", STUB.rstrip() + "\n    if r:\n        return 1\n    return 2\n"),
+        ("area = lambda r: r\n", "area = lambda r: r\n"),
+        (
+            "class Solution:\n    def area(self, r):\n        return r\n",
+            "class Solution:\n    def area(self, r):\n        return r\n",
+        ),
+        ("async def area(r):\n    return r\n", "async def area(r):\n    return r\n"),
+        (
+            "    return half(r)\n\ndef half(r):\n    return r\n",
+            STUB.rstrip() + "\n    return half(r)\n\ndef half(r):\n    return r\n",
+        ),
+    ],
+    ids=range(9),
+)
+def test_a_body_continues_the_prompt_and_a_whole_function_replaces_it(answer: str, program: str) -> None:
+    assert complete(answer, STUB, "area") == program
+    assert complete(answer, "", "area") == answer
+    assert complete(answer, STUB, "") == answer
+
+
+def test_names_a_source_defines() -> None:
+    source = (
+        "import a\ndef f(x):\n  y = 1\nasync  def g(): 0\nclass C(B): 0\nv = 1\nw: int = 2\nf(v == 1)\nz == 1\nh(1)"
+    )
+    assert defined(source) == {"f", "g", "C", "v", "w"}
+    assert defines(source, "f")
+    assert not defines(source, "h")
+    assert not defines("area_2 = 1\nareas = 2\n# def area\nx.area = 3\narea == 2", "area")
