@@ -8,7 +8,7 @@
     │   ├── ModelError               exit 1: a checkpoint, tokenizer or template cannot be used
     │   ├── RewardError              exit 1: a reward is defective (raised, wrong length, NaN): names reward and row
     │   ├── EngineError              exit 1: generation failed
-    │   ├── SandboxError             exit 1: programs cannot be run: names sandbox.backend or sandbox.image, the cause, the cure
+    │   ├── SandboxError             exit 1: programs cannot be run: names the option of sandbox, the cause, the cure
     │   ├── StallError               exit 1: a part stood still past its deadline; names it, and where the stacks are
     │   ├── OutageError              exit 1: too many samples were skipped; names the source
     │   └── CheckpointError          exit 1: a checkpoint cannot be read or does not belong to this run
