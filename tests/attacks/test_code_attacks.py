@@ -39,7 +39,7 @@ from palingenesis.rl.sandbox.job import Call, Check, Job, Program, Result, Sandb
 
 pytestmark = pytest.mark.filterwarnings("ignore:sandbox.backend is subprocess")
 
-IMAGE = "palingenesis-sandbox:local"  # scripts/sandbox-image makes it
+IMAGE = os.environ.get("SANDBOX_IMAGE", "palingenesis-sandbox:local")  # scripts/sandbox-image makes it
 ISOLATING = ("docker", "bubblewrap")
 BACKENDS = (*ISOLATING, "subprocess")
 
@@ -185,7 +185,7 @@ def titles(table: list[tuple[str, str, Any]]) -> Any:
 
 def config(backend: str, **options: Any) -> SandboxConfig:
     """Small limits, so that they are reached soon."""
-    small = {"workers": 1, "memory_mb": 256, "timeout": 1.0, "max_processes": 16}
+    small = {"workers": 1, "memory_mb": 256, "timeout": 0.6, "max_processes": 16}
     return SandboxConfig(backend=backend, image=IMAGE, allow_unsafe=backend == "subprocess", **(small | options))
 
 
@@ -209,7 +209,7 @@ class Room:
         """The room is as it was, and right programs pass in it."""
         wanted, self.state = self.state, self.look()  # so that one program's litter fails one test
         assert self.state == wanted
-        program, call = self.run(Program(SUM, "3 4\n"), Call(ADD, "add", (3, 4)))
+        program, call = self.run(Program(SUM, "3 4\n", timeout=10), Call(ADD, "add", (3, 4), timeout=10))
         assert (program.status, program.stdout) == (DONE, "7\n")
         assert (call.status, call.value) == (DONE, 7)
 
@@ -288,27 +288,37 @@ def _addresses() -> list[str]:
 
 
 def test_cheats(room: Room, tmp_path: Path) -> None:
-    """Through `pgs rl score`: what solves scores 1, what cheats scores 0, and nothing is skipped."""
+    """What solves scores 1, what cheats scores 0, and nothing is skipped."""
     rows = [("right: " + kind, 1.0, source, TESTS[kind]) for kind, source in RIGHT.items()]
     rows += [(f"{kind}: {title}", 0.0, source, TESTS[kind]) for kind, title, source in CHEATS]
-    if room.backend in ISOLATING:  # else the rows' own file is found
-        rows += [("the hunt itself", 1.0, HUNTER, FOUND)]
-        rows += [(f"hidden: {title}", 0.0, source, tests) for title, source, tests in HIDDEN]
-    lines = [{**tests, "completion": f"```python\n{source}\n```"} for _, _, source, tests in rows]
-    completions = tmp_path / "completions.jsonl"
+    assert surprises(rows, config(room.backend, workers=2, timeout=2.0), tmp_path) == []
+
+
+@isolated
+def test_hidden(room: Room, tmp_path: Path) -> None:
+    """A program does not find what it is tested against."""
+    rows = [("the hunt finds what is there", 1.0, HUNTER, FOUND)]
+    rows += [(title, 0.0, source, tests) for title, source, tests in HIDDEN]
+    assert surprises(rows, config(room.backend, timeout=20.0), tmp_path) == []
+
+
+def surprises(rows: list[tuple[str, float, str, dict[str, Any]]], sandbox: SandboxConfig, folder: Path) -> list[Any]:
+    """The rows, (title, due, source, columns), whose reward by `pgs rl score` is not what is due."""
+    completions = folder / "completions.jsonl"
+    lines = [{**columns, "completion": f"```python\n{source}\n```"} for _, _, source, columns in rows]
     completions.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     options = RLConfig(
         model={"policy": "none"},
         data={"dataset": str(completions)},
         rewards={"correct": {"fn": "code"}},
-        sandbox=config(room.backend, workers=2, timeout=2.0).model_dump(),
+        sandbox=sandbox.model_dump(),
     )
     scored = score_file(options, completions=str(completions))
-    assert [
+    return [
         (title, row["reward"], row.get("skip_reason"))
         for (title, due, *_), row in zip(rows, scored.rows, strict=True)
         if row["reward"] != due
-    ] == []
+    ]
 
 
 @isolated
@@ -333,7 +343,7 @@ def test_hunts(room: Room) -> None:
 @isolated
 @titles(list(read("escapes")))
 def test_escapes(room: Room, host: Host, kind: str, entry: str) -> None:
-    [result] = room.run(Program(PARTS["TRY"] + entry, prelude=host.prelude, timeout=5))
+    [result] = room.run(Program(PARTS["TRY"] + entry, prelude=host.prelude, timeout=10))
     assert "REACHED" not in result.stdout
     assert SECRET not in result.stdout + result.stderr
     assert (result.status, result.stderr) == (DONE, "")
@@ -398,7 +408,7 @@ def test_a_neighbour(room: Room) -> None:
     sandbox = open_sandbox(config(room.backend, workers=2))
     sandbox.start()
     try:
-        right = [Program(SUM, f"{n} {n}\n", timeout=6) for n in range(10)]
+        right = [Program(SUM, f"{n} {n}\n", timeout=10) for n in range(10)]
         for attack in attacks:
             bad, *good = asyncio.run(sandbox.run([attack, *right]))
             assert bad.status in ENDS["harmless"]

@@ -200,7 +200,7 @@ def test_the_deadline(sandbox: Sandbox, source: str) -> None:
     result = script(sandbox, source, timeout=0.4)
     assert result.status is TIMEOUT
     assert time.monotonic() - began < 5
-    assert "0.4 s" in result.reason
+    assert result.reason == "took longer than 0.4 s"
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -344,9 +344,9 @@ def test_memory(backend: str) -> None:
         "import os\nfor _ in range(12):\n  if os.fork() == 0: break\nx = b'x' * (50 * 10**6)\nimport time; time.sleep(3)",
     ]
     for bomb in bombs[:3]:
-        result = script(sandbox, bomb)
+        result = script(sandbox, bomb, timeout=60)
         assert result.status in (LIMIT, FAILED), (bomb, result)
-    assert script(sandbox, bombs[3]).status in (LIMIT, FAILED, DONE)  # a cgroup may choose the children
+    assert script(sandbox, bombs[3], timeout=60).status in (LIMIT, FAILED, DONE)  # a cgroup may choose the children
     assert_works(sandbox)
     assert script(sandbox, "x = bytearray(100 * 10**6); print(len(x))").status is DONE
     sandbox.close()
@@ -437,7 +437,7 @@ def test_not_a_number_comes_back(sandbox: Sandbox) -> None:
     ],
 )
 def test_values_that_are_not_plain(sandbox: Sandbox, source: str, reason: str) -> None:
-    result = call(sandbox, source)
+    result = call(sandbox, source, timeout=60)
     assert (result.status, result.reason, result.value) == (FAILED, reason, None)
 
 
@@ -663,7 +663,7 @@ def test_exceptions_of_the_program_are_raised_in_the_tests(sandbox: Sandbox) -> 
 )
 def test_tests_cannot_catch_the_end_of_the_program(sandbox: Sandbox, source: str, status: Status) -> None:
     tests = "try:\n  f(1)\nexcept BaseException: pass\nfinally:\n  pass"
-    result = check(sandbox, source, tests, timeout=1)
+    result = check(sandbox, source, tests, timeout=1 if status is TIMEOUT else 30)
     assert result.status is status, result
     assert_works(sandbox)
 

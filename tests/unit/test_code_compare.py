@@ -75,6 +75,10 @@ PRINTED: list[tuple[str, str, bool]] = [
     ("²", "2", False),
     # decimals
     ("1.0", "1", True),
+    ("123456700.0", "123456789", False),  # an integer has no relative tolerance
+    ("1.2345678901e17", "123456789012345678", False),
+    ("123456789012345678.0", "123456789012345678", True),
+    ("1.9999999999", "2", True),
     ("1.", "1", True),
     ("1", "1.000", True),
     (".5", "0.5", True),

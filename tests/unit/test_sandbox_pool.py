@@ -66,6 +66,7 @@ class Room:
         self.closed = asyncio.Event()
         self.busy = False
         self.delay = 0.0
+        self.alive = True
 
     async def exchange(self, message: Mapping[str, Any], limit: float) -> dict[str, Any]:
         assert not self.busy, "one exchange at a time"

@@ -24,6 +24,7 @@ from palingenesis.rl.sandbox.job import Call, Check, Program, Result, Status
 from palingenesis.rl.sandbox.room import Room, RoomLostError
 
 GRACE = 20.0  # seconds past a job's deadline in which its room must have said how it ended
+_SIGNALS = {int(one): one.name for one in signal.Signals}  # real-time ones have no name
 CHECKER_GRACE = 2.0  # seconds that tests may take beyond their program, whose own deadline comes first
 REASON = 500  # characters
 
@@ -172,14 +173,14 @@ def read_answer(text: str, handle: values.Other = values.refuse) -> tuple[Any, s
 def _why(end: End) -> tuple[Status, str]:
     """Status and reason of a process that ended before it did what it was to do."""
     if end.how == "timeout":
-        return Status.TIMEOUT, f"took longer than {end.seconds:.1f} s"
+        return Status.TIMEOUT, end.reason
     if end.how == "limit":
         return Status.LIMIT, end.reason
     last = (end.stderr.strip().splitlines() or [""])[-1]
     if end.code == -signal.SIGKILL:
         return Status.LIMIT, "was killed: out of memory, or by itself"
     if end.code is not None and end.code < 0:
-        return Status.FAILED, f"was killed by {signal.Signals(-end.code).name}"
+        return Status.FAILED, f"was killed by {_SIGNALS.get(-end.code, f'signal {-end.code}')}"
     if end.code and last.startswith("MemoryError"):
         return Status.LIMIT, "out of memory"
     if end.code == 0:

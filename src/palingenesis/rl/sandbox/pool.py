@@ -84,9 +84,11 @@ class Pool:
         with self._lock:
             loop, self._loop, self._closed = self._loop, None, True
         if loop is not None and self._thread is not None:
-            asyncio.run_coroutine_threadsafe(self._shut(), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
-            self._thread.join()
+            try:
+                asyncio.run_coroutine_threadsafe(self._shut(), loop).result()
+            finally:
+                loop.call_soon_threadsafe(loop.stop)
+                self._thread.join()
 
     @property
     def rooms(self) -> frozenset[Room]:
@@ -124,10 +126,10 @@ class Pool:
 
     async def _attempt(self, job: Job) -> Result:
         timeout = job.timeout or self._timeout
+        if isinstance(job, Check):  # the checker first: where none starts, no program's room is lost for it
+            async with self._checkers.room() as checker, self._programs.room() as room:
+                return await run_check(job, room, checker, timeout)
         async with self._programs.room() as room:
-            if isinstance(job, Check):
-                async with self._checkers.room() as checker:
-                    return await run_check(job, room, checker, timeout)
             if isinstance(job, Program):
                 return await run_program(job, room, timeout)
             return await run_call(job, room, timeout)
@@ -220,8 +222,11 @@ class Slots:
     async def _take(self) -> Room:
         if self._closed:
             raise RoomLostError("the sandbox was closed")
-        if self._idle:
-            return self._idle.pop()
+        while self._idle:
+            room = self._idle.pop()
+            if room.alive:
+                return room
+            await self._discard(room)
         if len(self._failures) > 1 and time.monotonic() - self._failures[-1][0] < DOWN:
             raise RoomLostError(str(self._failures[-1][1]))
         try:

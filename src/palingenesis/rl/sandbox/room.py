@@ -51,7 +51,10 @@ class RoomLostError(Exception):
 
 
 class Room(Protocol):
-    """One worker. One exchange at a time."""
+    """One worker. One exchange at a time. `alive` is False once it is known to have ended."""
+
+    @property
+    def alive(self) -> bool: ...
 
     async def exchange(self, message: Mapping[str, Any], limit: float) -> dict[str, Any]:
         """Send a message and return the event that answers it, within `limit` seconds.
@@ -196,6 +199,10 @@ class PipeRoom:
             await room.close()
             raise
         return room
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
 
     async def exchange(self, message: Mapping[str, Any], limit: float) -> dict[str, Any]:
         assert self.process.stdin is not None

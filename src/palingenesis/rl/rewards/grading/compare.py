@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 from typing import Any
 
 TOLERANCE = 1e-6  # of decimals: relative for returned floats, relative or absolute for printed ones
@@ -60,7 +61,12 @@ def _same_number(a: bytes, b: bytes) -> bool:
     if max(len(a), len(b)) > MAX_DECIMAL or not (_DECIMAL.fullmatch(a) and _DECIMAL.fullmatch(b)):
         return False
     x, y = float(a), float(b)
-    return math.isfinite(x) and math.isfinite(y) and math.isclose(x, y, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    if not (math.isfinite(x) and math.isfinite(y)):
+        return False
+    if left is None and right is None:
+        return math.isclose(x, y, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    # Beside an integer no relative tolerance: 123456700.0 is not 123456789, and a float holds no 18 digits.
+    return abs(Decimal(a.decode()) - Decimal(b.decode())) <= TOLERANCE
 
 
 def _integer(token: bytes) -> bytes | None:

@@ -5,14 +5,15 @@
     {"i": "-0x1f"} int past 2**53    {"f": "nan"} float    {"c": [re, im]} complex    {"b": hex} bytes
     {"r": [start, stop, step]} range    {"u": hex} str with lone surrogates    {"h": [...]} what `other` makes of it
 
-Only exactly these types are plain: a subclass could lie about `==`. Nothing is ever unpickled. What comes out of a room
-is hostile: depth, size and colliding keys are bounded, and whatever is odd is a `NotPlainError`.
+Only exactly these types are plain (and Counter, defaultdict and OrderedDict, as dicts): a subclass could lie about `==`.
+Nothing is ever unpickled. What comes out of a room is hostile: depth, size and colliding keys are bounded, and whatever is
+odd is a `NotPlainError`.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -81,7 +82,7 @@ def encode(value: Any, other: Other = refuse) -> Any:
             return {"r": [walk(n, depth) for n in (x.start, x.stop, x.step)]}
         if depth >= MAX_DEPTH:
             raise NotPlainError("a value that is nested too deeply")
-        if kind is dict:
+        if kind in _DICTS:
             return {"d": [[walk(k, depth + 1), walk(v, depth + 1)] for k, v in x.items()]}
         if kind in _TAGS:
             items = [walk(item, depth + 1) for item in x]
@@ -180,6 +181,8 @@ def _exactly(kind: type, count: int, parts: list[Any]) -> list[Any]:
     return parts
 
 
+# The standard library's own: their contents count as a plain dict's, as `==` has it.
+_DICTS = frozenset({dict, defaultdict, OrderedDict, Counter})
 _TAGS: dict[type, str] = {list: "", tuple: "t", set: "s", frozenset: "z"}
 _TEXTS: dict[str, Callable[[str], Any]] = {
     "i": lambda text: int(text, 16),
