@@ -371,7 +371,7 @@ def ends_as_stated(room: Room, kind: str, job: Job) -> None:
     began = time.monotonic()
     [result] = room.run(job)
     assert any(result.status in ENDS[word] for word in kind.split()), result
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 30
     assert len(result.stdout) + len(result.stderr) < 1 << 27
     room.check()
 
@@ -382,9 +382,9 @@ def test_forged(room: Room, kind: str, entry: str) -> None:
     body = textwrap.indent(entry, "    ")
     source = f"{PARTS['CHANNEL']}\ndef f(*args):\n{body}    time.sleep(0.05)\n    return 0\n"
     tests = "try:\n    result = f([1], 2)\nexcept Exception:\n    result = 0\nassert result == 7, result\n"
-    began = time.monotonic()
+    began = time.process_time()
     call, check = room.run(Call(source, "f"), Check(source, tests, ("f",)))
-    assert time.monotonic() - began < 12, "it kept this process busy"
+    assert time.process_time() - began < 10, "the trainer's process was kept busy"
     assert call.status in ENDS["harmless"], call
     assert call.value != 7
     assert check.status in BAD, check
