@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from record import record
+from scoring import prepared, score
 
-ROOT = Path(__file__).parents[1]
 MUTANTS = 1000
 MOST_CRASHES = MUTANTS // 5
 SEED = 0
@@ -270,38 +270,15 @@ def chosen(rows: list[Row], threads: ThreadPoolExecutor) -> tuple[list[Mutant], 
 # --- verdicts
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def prepared(source: str) -> dict[str, dict[str, Any]]:
-    """The rows of examples/rl/prepare_humaneval.py by task."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "rows.jsonl"
-        subprocess.run([sys.executable, ROOT / "examples/rl/prepare_humaneval.py", source, path], check=True)
-        return {row["id"]: row for row in read(path)}
-
-
 def verdicts(
     rows: list[dict[str, Any]], programs: list[str], backend: str, image: str
 ) -> tuple[list[float | None], float]:
     """Rewards that `pgs rl score` gives, and the seconds of the whole command."""
-    with tempfile.TemporaryDirectory() as scratch:
-        completions, out, config = (Path(scratch) / name for name in ("in.jsonl", "out.jsonl", "config.yaml"))
-        lines = [
-            {**row, "completion": f"```python\n{program}\n```"} for row, program in zip(rows, programs, strict=True)
-        ]
-        completions.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        own = {"subprocess": ", allow_unsafe: true", "docker": f", image: {image!r}"}.get(backend, "")
-        config.write_text(
-            f"model: {{policy: none}}\ndata: {{dataset: {completions}}}\nrewards: {{correct: {{fn: code}}}}\n"
-            f"sandbox: {{backend: {backend}, timeout: {TIMEOUT}, workers: {len(os.sched_getaffinity(0))}{own}}}\n",
-            encoding="utf-8",
-        )
-        command = [sys.executable, "-m", "palingenesis.cli", "rl", "score", "--config", str(config)]
-        began = time.perf_counter()
-        subprocess.run([*command, "--completions", str(completions), "--out", str(out)], check=True)
-        return [row["reward"] for row in read(out)], time.perf_counter() - began
+    asked = [{**row, "completion": f"```python\n{program}\n```"} for row, program in zip(rows, programs, strict=True)]
+    own = {"subprocess": ", allow_unsafe: true", "docker": f", image: {image!r}"}.get(backend, "")
+    workers = len(os.sched_getaffinity(0))
+    sandbox = f"sandbox: {{backend: {backend}, timeout: {TIMEOUT}, workers: {workers}{own}}}\n"
+    return score(asked, f"rewards: {{correct: {{fn: code}}}}\n{sandbox}")
 
 
 def main() -> None:
@@ -327,7 +304,8 @@ def main() -> None:
     if arguments.save:
         arguments.save.write_text(text, encoding="utf-8")
 
-    by_task = prepared(arguments.source) if arguments.backends else {}
+    prepared_rows = prepared("prepare_humaneval.py", arguments.source) if arguments.backends else []
+    by_task = {row["id"]: row for row in prepared_rows}
     compared = {}
     for backend in arguments.backends:
         asked, programs = [by_task[m.task] for m in everything], [m.program for m in everything]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,6 +16,7 @@ from palingenesis.rl.rewards.grading.extract import (
     defined,
     defines,
     helpers_of,
+    parse,
     prompt_code,
 )
 
@@ -172,3 +177,33 @@ def test_names_a_source_defines() -> None:
     assert defines(source, "f")
     assert not defines(source, "h")
     assert not defines("area_2 = 1\nareas = 2\n# def area\nx.area = 3\narea == 2", "area")
+
+
+class _Slow:
+    """Garbage whose collection takes a while, so that another thread runs in the middle of it."""
+
+    def __init__(self) -> None:
+        self.cycle = self
+
+    def __del__(self) -> None:
+        for _ in range(50):
+            pass
+
+
+def test_threads_that_parse_at_a_time_do_not_disturb_each_other() -> None:
+    source = "def check(candidate):\n" + "".join(f"    assert candidate([{i}, 1, 2, 3]) == {i}\n" for i in range(200))
+
+    def work(_: int) -> bool:
+        for _ in range(30):
+            _Slow()
+        with contextlib.suppress(SystemError):
+            ast.parse(source)  # a reward function of the user's, which knows of no lock
+        return parse(source) is not None
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(6) as threads:
+            assert all(threads.map(work, range(200)))
+    finally:
+        sys.setswitchinterval(interval)

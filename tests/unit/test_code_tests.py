@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import pickle
+import sys
 import zlib
 from typing import Any
 
@@ -82,7 +83,12 @@ def test_a_program_receives_its_input_only() -> None:
 
 def test_the_prelude_is_what_starter_code_expects() -> None:
     names: dict[str, Any] = {}
-    exec(PRELUDE, names)
+    limit = sys.getrecursionlimit()
+    try:
+        exec(PRELUDE, names)
+        assert sys.getrecursionlimit() == 50_000
+    finally:
+        sys.setrecursionlimit(limit)
     for name in (
         "List",
         "Optional",

@@ -37,8 +37,11 @@ from typing import Any
 from palingenesis.rl.config import SandboxConfig
 from palingenesis.rl.errors import SandboxError
 from palingenesis.rl.sandbox.cgroups import Bounds, Group, Groups, NoGroup, find_groups
+from palingenesis.rl.sandbox.inside.limits import NOBODY
 from palingenesis.rl.sandbox.room import (
     ENVIRONMENT,
+    KILLED,
+    SCRATCH_FILES,
     SCRATCH_MB,
     START_TIMEOUT,
     PipeRoom,
@@ -47,11 +50,8 @@ from palingenesis.rl.sandbox.room import (
     worker_argv,
 )
 
-NOBODY = 65534
 ROOT_NEEDS = (6, 7, 8, 12, 21)  # SETGID, SETUID, SETPCAP, NET_ADMIN (bwrap starts the loopback), SYS_ADMIN
 SCRATCH = "/tmp"
-SCRATCH_FILES = 16_384  # an inode of tmpfs costs the kernel about a KiB
-KILLED = 128 + 9  # bwrap's exit code when PID 1 was killed
 
 # Of the system, where they exist; links stay links. Not /usr/local, /usr/share, /etc, /sys, /run, /var, /home.
 SYSTEM = (

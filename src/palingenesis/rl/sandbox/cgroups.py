@@ -22,9 +22,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from palingenesis.rl.sandbox.room import ROOM_MB
+
 NAME = "palingenesis"
 ROOM_PROCESSES = 3  # of a room itself: bwrap, the worker, its supervisor
-ROOM_MIB = 128  # theirs, with what they hold of a job's output
 PATIENCE = 10.0  # seconds for systemd to answer: half a second is usual
 JOIN = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 97; shift; done; shift; exec "$@"'
 
@@ -41,7 +42,7 @@ class Bounds:
 
     @property
     def room_bytes(self) -> int:
-        return (self.memory_mb + ROOM_MIB) * 2**20
+        return (self.memory_mb + ROOM_MB) * 2**20
 
     @property
     def room_processes(self) -> int:

@@ -24,8 +24,12 @@ from typing import Any
 
 from palingenesis.rl.config import SandboxConfig
 from palingenesis.rl.errors import SandboxError
+from palingenesis.rl.sandbox.inside.limits import NOBODY
 from palingenesis.rl.sandbox.room import (
     ENVIRONMENT,
+    KILLED,
+    ROOM_MB,
+    SCRATCH_FILES,
     SCRATCH_MB,
     START_TIMEOUT,
     PipeRoom,
@@ -34,10 +38,7 @@ from palingenesis.rl.sandbox.room import (
     worker_argv,
 )
 
-NOBODY = 65534
-WORKER_MB = 128  # of memory for the worker and what it holds of a job's output, beside the program's
 WORKERS = 2  # processes of the room's own: PID 1 and the supervisor
-FILES = 16384  # most files and folders of a job
 SCRATCH, SHARED = "/tmp", "/dev/shm"  # the second for the locks of multiprocessing; both are emptied after each job
 ASK_TIMEOUT = 20.0  # seconds for the daemon to answer a question
 PULL_TIMEOUT = 900.0
@@ -49,7 +50,7 @@ _CLEAN = 'exec env -i PATH="$PATH" {given} python3 "$@"'.format(
     given=" ".join(f"{name}={value}" for name, value in ENVIRONMENT.items() if name != "PATH")
 )
 # Root's: a job can set no times, attributes or modes of the folder itself, which would outlive it.
-_WRITABLE = f"rw,noexec,nosuid,nodev,size={SCRATCH_MB}m,nr_inodes={FILES},mode=1777"
+_WRITABLE = f"rw,noexec,nosuid,nodev,size={SCRATCH_MB}m,nr_inodes={SCRATCH_FILES},mode=1777"
 
 
 class DockerRoom(PipeRoom):
@@ -66,7 +67,7 @@ class DockerRoom(PipeRoom):
 
     async def cause(self, code: int | None) -> RoomLostError:
         """A job can end its room by taking all its memory in ways that spare the job; the daemon then saw it happen."""
-        if code == 128 + 9 and await self._ran_out_of_memory():
+        if code == KILLED and await self._ran_out_of_memory():
             return RoomLostError("the program took the memory of its container, and the worker with it", broke=True)
         return await super().cause(code)
 
@@ -132,7 +133,7 @@ class DockerBackend:
 
     def _command(self, daemon: Mapping[str, Any]) -> list[str]:
         config = self._config
-        memory = config.memory_mb + WORKER_MB
+        memory = config.memory_mb + ROOM_MB
         limited = bool(daemon.get("MemoryLimit")) and bool(daemon.get("PidsLimit"))
         settings = WorkerSettings(
             scratch=SCRATCH,

@@ -35,7 +35,10 @@ BROKE = 70  # the worker's exit code when a job ended its supervisor
 FRAME_CAP = 128 * 2**20  # bytes of one event
 START_TIMEOUT = 60.0  # seconds for a room to start, on a busy machine
 CLOSE_TIMEOUT = 5.0  # seconds for a room to end by itself
+KILLED = 128 + 9  # exit code of a command that carries a PID 1 elsewhere, when that was killed
 SCRATCH_MB = 64  # of files a job may write, where that is limited
+SCRATCH_FILES = 16_384  # of them and folders; an inode of tmpfs costs the kernel about a KiB
+ROOM_MB = 128  # of memory for the worker and what it holds of a job's output, beside the program's
 
 
 class RoomLostError(Exception):

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from palingenesis.rl.config import SandboxConfig
 from palingenesis.rl.errors import SandboxError
-from palingenesis.rl.sandbox.inside.limits import empty_folder
+from palingenesis.rl.sandbox.inside.limits import NOBODY, empty_folder
 from palingenesis.rl.sandbox.room import ENVIRONMENT, PipeRoom, RoomLostError, WorkerSettings, worker_argv
 
-NOBODY = 65534
 EXPLOSION = 4096  # processes of nobody's, in all rooms: what bounds a fork bomb between two looks
 
 

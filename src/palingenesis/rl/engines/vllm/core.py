@@ -95,16 +95,6 @@ class VLLMOptions:
         return args | _for_model(self.model) | dict(self.extra)
 
 
-@dataclass(frozen=True)
-class Held:
-    """A request that vLLM has checked and not yet in its scheduler."""
-
-    request: Any
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    done: Callable[[Completion | Exception], None]
-
-
 class Core:
     """Owns vLLM's `LLMEngine`.
 
@@ -125,7 +115,7 @@ class Core:
         self.asleep = False
         self._stale = False  # asleep or just awake: the weights are not there
         self._number = self._loads = 0
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, Running] = {}
         self._admitted = 0.0  # when requests joined last
         self.llm = _start(options)
         self._client = self.llm.engine_core
@@ -174,7 +164,7 @@ class Core:
             )
         except Exception as error:  # vLLM validates with exceptions of several kinds
             raise _refused(prompt, error) from error
-        self.held[name] = Held(request, prompt, params, done)
+        self.held[name] = Running(prompt, params, done, request, stops=frozenset(params.stop_token_ids))
         return name
 
     def _admit(self) -> None:
@@ -186,16 +176,15 @@ class Core:
             return
         self._admitted = now
         for name in joining:
-            held = self.held.pop(name)
-            held.request.cache_salt = self._salt
+            own = self.held.pop(name)
+            own.request.cache_salt = self._salt
             try:
-                self._client.add_request(held.request)
+                self._client.add_request(own.request)
             except Exception as error:  # noqa: BLE001 - vLLM validates with exceptions of several kinds
-                held.done(_refused(held.prompt, error))
+                own.done(_refused(own.prompt, error))
                 continue
-            stops = frozenset(held.params.stop_token_ids)
-            record = self._engine.scheduler.requests[name]
-            self.steps.running[name] = Running(held.prompt, held.params, held.done, record, stops=stops)
+            own.request = self._engine.scheduler.requests[name]
+            self.steps.running[name] = own
 
     def _seed_of(self, name: str) -> int:
         own = self.steps.running.get(name)
@@ -213,7 +202,7 @@ class Core:
 
     def forget(self) -> list[Callable[[Completion | Exception], None]]:
         """Drop every request after a failure; returns whom to tell."""
-        told = [held.done for held in self.held.values()] + [own.done for own in self.steps.running.values()]
+        told = [own.done for own in (*self.held.values(), *self.steps.running.values())]
         self.held, self.steps.running = {}, {}
         return told
 

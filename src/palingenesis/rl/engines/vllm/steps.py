@@ -36,7 +36,8 @@ class Running:
     """A request that decodes; `done` receives its completion, or the error that ended the engine.
 
     Attributes:
-        request: vLLM's own record; its output ids are the tokens so far.
+        request: vLLM's own record; its output ids are the tokens so far. Before it joins the batch, what vLLM makes the
+            record of.
         logprobs, versions: one entry a token.
     """
 

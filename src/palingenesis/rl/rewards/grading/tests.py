@@ -433,9 +433,10 @@ def _source_test(source: str, imports: str, prompt: str, entry_point: str) -> So
     code = prompt_code(prompt)
     helpers = "\n".join(part for part in (imports, helpers_of(code)) if part)
     read = _names(source, _reads) - _names(source, _binds) - _names(helpers, _binds)
-    modules = {name for name in read & sys.stdlib_module_names if _only_as_module(name, source)}
+    nodes = list(ast.walk(_parsed(source)))
+    modules = {name for name in read & sys.stdlib_module_names if _only_as_module(name, nodes)}
     names = read - modules - set(dir(builtins)) | ({entry_point} if entry_point else set())
-    called = _called(source) & read
+    called = _called(nodes) & read
     if not names and len(called) != 1:
         _refuse(f"has the test {show(source)}, which calls nothing that a program could define")
     return SourceTest(
@@ -471,13 +472,12 @@ def _binds(table: symtable.SymbolTable, top: bool) -> Iterator[str]:
         yield from _binds(child, False)
 
 
-def _called(source: str) -> set[str]:
-    calls = [node.func for node in ast.walk(_parsed(source)) if isinstance(node, ast.Call)]
+def _called(nodes: Sequence[ast.AST]) -> set[str]:
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
     return {function.id for function in calls if isinstance(function, ast.Name)}
 
 
-def _only_as_module(name: str, source: str) -> bool:
+def _only_as_module(name: str, nodes: Sequence[ast.AST]) -> bool:
     """The source reads only attributes of the name, as of a module it forgot to import (`math.isclose`)."""
-    nodes = list(ast.walk(_parsed(source)))
     bases = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
     return all(id(n) in bases for n in nodes if isinstance(n, ast.Name) and n.id == name)

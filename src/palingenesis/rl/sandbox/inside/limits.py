@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import platform
@@ -20,12 +21,13 @@ import resource
 import signal
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _SECCOMP_MODE_FILTER = 2
+NOBODY = 65534  # the user that programs become
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MIB = 2**20
 _SET_FLAGS = 0x40086602  # FS_IOC_SETFLAGS: what chattr sets
@@ -63,6 +65,8 @@ def die_with(parent: int) -> None:
 
 # ---------------------------------------------------------------------------------------------- the system call filter
 
+Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, value
+
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit's architecture, column in the tables
 
 # name: (x86_64, aarch64)
@@ -94,55 +98,77 @@ _SETPRIORITY = (141, 140)
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of the classic BPF machine
-_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_EPERM, _ENOSYS = _ERRNO | 1, _ERRNO | 38
+_LOAD, EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of the classic BPF machine
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in the kernel's record of a call, little-endian
 
+ALLOW = (_RETURN, 0, 0, 0x7FFF0000)
+LOAD_NUMBER = (_LOAD, 0, 0, _NUMBER)
+LOAD_ARCHITECTURE = (_LOAD, 0, 0, _ARCHITECTURE)
 
-def refuse_calls() -> None:
-    """Install `no_new_privs` and the filter, for this process and all it will ever start.
+
+def fail(error: int) -> Instruction:
+    """Let the call fail with `errno`."""
+    return (_RETURN, 0, 0, 0x00050000 | error)
+
+
+def argument(n: int) -> Instruction:
+    """Load the low half of the call's argument `n`."""
+    return (_LOAD, 0, 0, _ARGUMENTS + 8 * n)
+
+
+def when(number: int, *test: Instruction) -> list[Instruction]:
+    """For one call: `test` ends in a return; what it lets pass falls through to the next, with the number loaded."""
+    return [(EQUAL, 0, len(test), number), *test]
+
+
+def machine() -> tuple[int, int]:
+    """The architecture as the kernel's record of a call names it, and the column of the tables of calls.
 
     Raises:
-        OSError: the kernel has no filters, or this machine's calls are not known here.
+        OSError: this machine's calls are not known here.
     """
-    machine = platform.machine()
-    if machine not in _MACHINES:
-        raise OSError(f"no table of system calls for {machine}; there is one for {' and '.join(_MACHINES)}")
-    program = b"".join(struct.pack("<HBBI", *instruction) for instruction in _filter(*_MACHINES[machine]))
+    name = platform.machine()
+    if name not in _MACHINES:
+        raise OSError(f"no table of system calls for {name}; there is one for {' and '.join(_MACHINES)}")
+    return _MACHINES[name]
+
+
+def install(code: Sequence[Instruction]) -> None:
+    """Install `no_new_privs` and a filter, for this process and all it will ever start.
+
+    Raises:
+        OSError: the kernel has no filters.
+    """
+    program = b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
     buffer = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+    header = struct.pack("@HP", len(code), ctypes.addressof(buffer))
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.create_string_buffer(header, len(header)))
 
 
-def _filter(architecture: int, column: int) -> list[tuple[int, int, int, int]]:
-    """Instructions (code, jump if true, jump if false, value)."""
+def refuse_calls() -> None:
+    """Install the filter of all rooms. Raises OSError: the kernel has no filters, or this machine's calls are not known."""
+    install(_filter(*machine()))
 
-    def when(number: int, *test: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
-        """For one call: `test` ends in a return; what it lets pass falls through to the next, with the number loaded."""
-        return [(_EQUAL, 0, len(test), number), *test]
 
-    def argument(n: int) -> tuple[int, int, int, int]:
-        return (_LOAD, 0, 0, _ARGUMENTS + 8 * n)
-
-    refuse, allow = (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)
+def _filter(architecture: int, column: int) -> list[Instruction]:
+    refuse, unknown = fail(errno.EPERM), fail(errno.ENOSYS)
     code = [
-        (_LOAD, 0, 0, _ARCHITECTURE),
-        (_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _ENOSYS),
-        (_LOAD, 0, 0, _NUMBER),
+        LOAD_ARCHITECTURE,
+        (EQUAL, 1, 0, architecture),
+        unknown,
+        LOAD_NUMBER,
         (_AT_LEAST, 0, 1, 0x40000000),  # the x32 calls, under other numbers
-        (_RETURN, 0, 0, _ENOSYS),
+        unknown,
     ]
     for numbers in _REFUSED.values():
         code += when(numbers[column], refuse)
     for numbers in _SELF_ONLY.values():
-        code += when(numbers[column], argument(0), (_EQUAL, 1, 0, 0), refuse, allow)
-    code += when(_SETPRIORITY[column], argument(0), (_EQUAL, 0, 2, 0), argument(1), (_EQUAL, 1, 0, 0), refuse, allow)
-    code += when(_CLONE[column], argument(0), (_ANY_BIT, 0, 1, _NEW_NAMESPACES), refuse, allow)
-    code += when(_CLONE3[column], (_RETURN, 0, 0, _ENOSYS))  # its flags cannot be seen; the C library uses clone then
-    return [*code, allow]
+        code += when(numbers[column], argument(0), (EQUAL, 1, 0, 0), refuse, ALLOW)
+    code += when(_SETPRIORITY[column], argument(0), (EQUAL, 0, 2, 0), argument(1), (EQUAL, 1, 0, 0), refuse, ALLOW)
+    code += when(_CLONE[column], argument(0), (_ANY_BIT, 0, 1, _NEW_NAMESPACES), refuse, ALLOW)
+    code += when(_CLONE3[column], unknown)  # its flags cannot be seen; the C library uses clone then
+    return [*code, ALLOW]
 
 
 # ---------------------------------------------------------------------------------------------------------- one program

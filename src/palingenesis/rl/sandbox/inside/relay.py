@@ -18,13 +18,11 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import hmac
 import json
 import os
-import platform
 import select
 import signal
 import socket
@@ -40,7 +38,6 @@ from typing import Any, NoReturn
 from palingenesis.rl.sandbox.inside import limits
 
 FOLDERS = (".", "/tmp", "/var/tmp", "/dev/shm")  # where programs of an ordinary image may write
-NOBODY = 65534  # whom programs become where the pod is root's
 START = 50.0  # seconds for the worker to be ready
 PATIENCE = 5.0  # seconds for a caller to say all it has to say, and for a worker to end or to finish an event
 COMPLAINT = 2000  # characters of the worker's stderr
@@ -91,15 +88,12 @@ def unseal(key: bytes, way: str, sealed: str) -> tuple[int, str] | None:
 
 # ------------------------------------------------------------------------------------------------------------ the filter
 
-_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit's number, column below
+# name: (x86_64, aarch64)
 _SOCKET, _TKILL = (41, 198), (200, 130)
 _TO_A_PROCESS = {
     "kill": (62, 129), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_open": (434, 434),
 }  # fmt: skip
-_LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
-_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 
 
 def keep_from(protected: Iterable[int]) -> None:
@@ -107,29 +101,18 @@ def keep_from(protected: Iterable[int]) -> None:
 
     `limits.refuse_calls`, which the worker adds, sees to calls under other numbers.
     """
-    architecture, column = _ARCHITECTURES[platform.machine()]
+    architecture, column = limits.machine()
     everybody = 0xFFFFFFFF  # kill's -1
     values = sorted({everybody, *protected, *(everybody + 1 - pid for pid in protected)})
-
-    def when(numbers: tuple[int, int], *test: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
-        return [(_EQUAL, 0, len(test), numbers[column]), *test]
-
-    argument, allow = (_LOAD, 0, 0, 16), (_RETURN, 0, 0, _ALLOW)
-    not_permitted = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
-    is_protected = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
-    code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), allow, (_LOAD, 0, 0, 0)]
+    argument, allow, refuse = limits.argument(0), limits.ALLOW, limits.fail(errno.EPERM)
+    is_protected = [(limits.EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
+    code = [limits.LOAD_ARCHITECTURE, (limits.EQUAL, 1, 0, architecture), allow, limits.LOAD_NUMBER]
     for numbers in _TO_A_PROCESS.values():
-        code += when(numbers, argument, *is_protected, allow, not_permitted)
-    code += when(_TKILL, not_permitted)
-    code += when(_SOCKET, argument, (_EQUAL, 0, 1, socket.AF_UNIX), allow, (_RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT))
-    code += [allow]
-    packed = b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
-    buffer = ctypes.create_string_buffer(packed, len(packed))
-    program = ctypes.create_string_buffer(struct.pack("@HP", len(code), ctypes.addressof(buffer)))
-    libc = ctypes.CDLL(None, use_errno=True)
-    for order in ((_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_PR_SET_SECCOMP, 2, program, 0, 0)):
-        if libc.prctl(*order):
-            raise OSError(ctypes.get_errno(), f"the pod's kernel takes no system call filter (prctl {order[0]})")
+        code += limits.when(numbers[column], argument, *is_protected, allow, refuse)
+    code += limits.when(_TKILL[column], refuse)
+    is_unix = (limits.EQUAL, 0, 1, int(socket.AF_UNIX))
+    code += limits.when(_SOCKET[column], argument, is_unix, allow, limits.fail(errno.EAFNOSUPPORT))
+    limits.install([*code, allow])
 
 
 # ------------------------------------------------------------------------------------------------------------- the relay
@@ -190,7 +173,7 @@ class Relay:
         assert self._worker.stdin is not None
         assert self._worker.stdout is not None
         self._to_worker, self._from_worker = self._worker.stdin.fileno(), self._worker.stdout.fileno()
-        self._user = NOBODY if os.geteuid() == 0 else os.geteuid()  # who programs are
+        self._user = limits.NOBODY if os.geteuid() == 0 else os.geteuid()  # who programs are
         self._kept = {folder: self._names(folder) for folder in FOLDERS}
         ready = self._event(START)
         if ready is None:
@@ -204,8 +187,8 @@ class Relay:
         settings = json.loads(told)
         settings["scratch"] = settings["environment"]["HOME"] = settings["environment"]["TMPDIR"] = scratch
         if os.geteuid() == 0:
-            settings["uid"] = NOBODY
-            os.chown(scratch, NOBODY, NOBODY)
+            settings["uid"] = limits.NOBODY
+            os.chown(scratch, limits.NOBODY, limits.NOBODY)
         pipe = subprocess.PIPE
         return subprocess.Popen(
             [sys.executable, *arguments, json.dumps(settings)],

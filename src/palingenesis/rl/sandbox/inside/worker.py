@@ -31,12 +31,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from palingenesis.rl.sandbox.inside import harness, limits
+from palingenesis.rl.sandbox.inside import harness, limits, values
 
 BROKE = 70  # exit code: the job ended its supervisor
 FAULT = 71  # exit code: a failure of ours; stderr says more
 FRAME_CAP = 128 * 2**20
-QUESTION_CAP = 8 * 2**20  # bytes of what a program says in one go; values.MAX_TEXT
+QUESTION_CAP = values.MAX_TEXT  # bytes of what a program says in one go
 OUTPUT_CAP = 8 * 2**20  # bytes of stdout, and of stderr
 SHOWN_STDERR = 32 * 2**10  # of which the last are reported
 TICK = 0.025  # seconds between two looks at memory and processes
