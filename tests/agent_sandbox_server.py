@@ -31,6 +31,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+KUBECONFIG = "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION"  # a test points it at `Cluster.kubeconfig`
 EXTENSIONS = "extensions.agents.x-k8s.io/v1beta1"
 KINDS = {
     "sandboxclaims": (EXTENSIONS, "SandboxClaim"),

@@ -17,9 +17,11 @@ from bench.kills import KILLS, gone, kill_one, kill_trainer, living, unique
 from palingenesis.rl.config import SandboxConfig
 from palingenesis.rl.errors import SandboxError
 from palingenesis.rl.sandbox import Call, Check, Job, Program, Result, Sandbox, Status, open_sandbox
+from tests.agent_sandbox_server import KUBECONFIG, Cluster, missing
 
 IMAGE = os.environ.get("SANDBOX_IMAGE", "palingenesis-sandbox:local")  # scripts/sandbox-image makes it
-BACKENDS = ("docker", "bubblewrap", "subprocess")
+BACKENDS = ("docker", "bubblewrap", "agent_sandbox", "subprocess")
+SHARING = ("agent_sandbox", "subprocess")  # programs may write wherever the pod's, or this machine's, user may
 DONE, FAILED, TIMEOUT, LIMIT = Status.DONE, Status.FAILED, Status.TIMEOUT, Status.LIMIT
 
 pytestmark = pytest.mark.filterwarnings("ignore:sandbox.backend is subprocess")
@@ -28,7 +30,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:sandbox.backend is subprocess")
 def make(backend: str, **options: Any) -> Sandbox:
     """A started sandbox; skips with the reason where the backend has no service here."""
     config = SandboxConfig(
-        **({"backend": backend, "image": IMAGE, "allow_unsafe": backend == "subprocess", "workers": 2} | options)
+        **(
+            {"backend": backend, "image": IMAGE, "allow_unsafe": backend == "subprocess", "workers": 2}
+            | ({"warmpool": "python"} if backend == "agent_sandbox" else {})
+            | options
+        )
     )
     try:
         sandbox = open_sandbox(config)
@@ -41,8 +47,16 @@ def make(backend: str, **options: Any) -> Sandbox:
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param != "agent_sandbox":
+        yield str(request.param)
+        return
+    if why := missing():
+        pytest.skip(why)
+    with Cluster("split") as cluster, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "*")
+        patch.setattr(KUBECONFIG, str(cluster.kubeconfig))
+        yield "agent_sandbox"
 
 
 @pytest.fixture(scope="module")
@@ -306,8 +320,8 @@ def test_scratch_is_emptied_whatever_is_in_it(one_room: Sandbox, litter: str) ->
 
 
 def test_only_what_is_emptied_can_be_written_to(backend: str, one_room: Sandbox) -> None:
-    """Where files can be made in a room, they are gone for the next job. `subprocess` promises it for scratch alone."""
-    walk = f"os.walk({'.' if backend == 'subprocess' else '/'!r})"
+    """Where files can be made in a room, they are gone for the next job. SHARING promise it for scratch alone."""
+    walk = f"os.walk({'.' if backend in SHARING else '/'!r})"
     leave = f"""
         import os
         for place in [top for top, _, _ in {walk} if not top.startswith("/proc/")]:
@@ -377,11 +391,12 @@ def test_files(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("sign", ["SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT"])
-def test_a_program_that_fights_its_supervisor(sandbox: Sandbox, sign: str) -> None:
+def test_a_program_that_fights_its_supervisor(backend: str, sandbox: Sandbox, sign: str) -> None:
     """It may end its supervisor where both are the same user; then it is tried in another room, and that is its score."""
+    everything = "" if backend == "subprocess" else "-1"  # there it would reach what other tests run as nobody
     source = f"""
         import os, signal
-        for pid in (os.getppid(), 1, -1):
+        for pid in (os.getppid(), 1, {everything}):
             try: os.kill(pid, signal.{sign})
             except OSError: pass
         raise SystemExit(5)
@@ -763,6 +778,11 @@ def test_close_ends_what_runs(backend: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ the kills
 
 
+# Pods are not this machine's to kill; test_sandbox_agent.py has those that are lost.
+here = pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "agent_sandbox"], indirect=True)
+
+
+@here
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may kill what runs as nobody")
 @pytest.mark.parametrize("what", KILLS)
 def test_rooms_that_are_killed(backend: str, what: str) -> None:
@@ -788,5 +808,6 @@ def test_rooms_that_are_killed(backend: str, what: str) -> None:
     sandbox.close()
 
 
+@here
 def test_a_trainer_that_is_killed_leaves_nothing(shared: Sandbox, backend: str) -> None:
     assert kill_trainer(backend, IMAGE)

@@ -24,11 +24,9 @@ from palingenesis.rl.config import SandboxConfig
 from palingenesis.rl.errors import SandboxError
 from palingenesis.rl.sandbox import Call, Check, Job, Program, Result, Sandbox, Status, agent_sandbox, open_sandbox
 from palingenesis.rl.sandbox.inside import relay
-from tests.agent_sandbox_server import Cluster, missing
+from tests.agent_sandbox_server import KUBECONFIG, Cluster, missing
 
 pytest.importorskip("k8s_agent_sandbox", reason="needs the SDK: pip install 'palingenesis[agent-sandbox]'")
-KUBECONFIG = "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION"
-
 CREATE, WATCH, PATCH, DELETE = ("create", "watch", "patch", "delete")
 NEEDED = {(verb, "sandboxclaims") for verb in (CREATE, WATCH, PATCH, DELETE)} | {("get", "sandboxes")}
 

@@ -389,6 +389,12 @@ def test_arguments_that_no_room_takes_are_found_at_load(args: Any) -> None:
     assert "has for f " in (Code().check_reference(row) or "")
 
 
+@pytest.mark.parametrize("text", ["x" * (61 << 20), "\1" * (21 << 20)], ids=["long", "long when escaped"])
+def test_an_input_that_no_room_takes_is_found_at_load(text: str) -> None:
+    row = Row("1", (), {"tests": {"inputs": [text], "outputs": ["1"]}})
+    assert "60 MiB" in (Code().check_reference(row) or "")
+
+
 class Runs:
     def __reduce__(self) -> Any:
         return os.mkdir, ("was_run",)

@@ -26,7 +26,7 @@ from palingenesis.rl.sandbox.room import ROOM_MB
 
 NAME = "palingenesis"
 ROOM_PROCESSES = 3  # of a room itself: bwrap, the worker, its supervisor
-PATIENCE = 10.0  # seconds for systemd to answer: half a second is usual
+PATIENCE = 10.0  # seconds for systemd to answer, or a process to enter a group: half a second is usual
 JOIN = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 97; shift; done; shift; exec "$@"'
 
 _PERIOD = 100_000  # microseconds: the kernel's default
@@ -217,7 +217,10 @@ def _version2(mounts: list[Mount], own: Mapping[str, str], bounds: Bounds) -> Gr
         return "v2 is not mounted"
     why = "no group here gives memory and pids to its children"
     for folder in itertools.takewhile(lambda folder: folder.is_relative_to(mount.point), (here, *here.parents)):
-        given = _text(folder / "cgroup.subtree_control").split()
+        try:
+            given = _text(folder / "cgroup.subtree_control").split()
+        except OSError:  # a container may be shown its own part of the tree only
+            continue
         if {"memory", "pids"} <= set(given):
             cpu = ("cpu.max",) if "cpu" in given else ()
             hierarchy = Hierarchy(folder, ("memory.max", "pids.max", *cpu), ("memory.swap.max",))
@@ -257,7 +260,9 @@ def _tried(groups: FolderGroups, bounds: Bounds) -> str:
     except OSError as error:
         return str(error.strerror)
     try:
-        done = subprocess.run([*group.words, "true"], capture_output=True, text=True, check=False)
+        done = subprocess.run([*group.words, "true"], capture_output=True, text=True, check=False, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return f"a process did not enter its group within {PATIENCE:g} s"
     finally:
         group.remove()  # what has ended is out of its group
     return done.stderr.strip() if done.returncode else ""

@@ -127,8 +127,8 @@ class DockerBackend:
         if code:
             raise SandboxError(
                 f"sandbox.image: {image} is not on this machine and cannot be pulled: {_short(error)}. Name an image "
-                "that is there (`docker images`) or pull it where there is a network; scripts/sandbox-image makes one "
-                "from Debian's packages."
+                "that is there (`docker images`), or pull it where there is a network and bring it with `docker save` and "
+                "`docker load`."
             )
 
     def _command(self, daemon: Mapping[str, Any]) -> list[str]:
@@ -210,8 +210,10 @@ async def _docker(*arguments: str, limit: float = ASK_TIMEOUT) -> tuple[int, str
         async with asyncio.timeout(limit):
             out, error = await process.communicate()
     except TimeoutError:
-        process.kill()
         return -1, "", f"`docker {arguments[0]}` gave no answer within {limit:g} s"
+    finally:
+        if process.returncode is None:  # late, or nobody waits for it any more
+            process.kill()
     return process.returncode or 0, out.decode("utf-8", "replace"), error.decode("utf-8", "replace")
 
 

@@ -36,6 +36,9 @@ from palingenesis.rl.rewards.grading.extract import ROW, complete, defined, help
 from palingenesis.rl.sandbox.inside import values
 from palingenesis.rl.sandbox.job import Call, Check, Job, Program, Result
 
+MAX_STDIN = (
+    60 * 2**20
+)  # bytes: a room has 64 MiB of files, and reads messages of 128, in which a character may be escaped
 MAX_UNPACKED = 256 * 2**20  # bytes of a packed column; LiveCodeBench's largest are some 100 MB
 SHOWN, SHOWN_PARTS = 200, 6  # characters of a text, and parts of a list, in a reason
 
@@ -189,8 +192,10 @@ def read_tests(columns: Mapping[str, Any], field: str, prompt: str) -> Sequence[
 
 
 def check_arguments(tests: Sequence[Test]) -> None:
-    """Raise UnreadableTestsError for arguments that no room takes: too large, or nested too deeply."""
+    """Raise UnreadableTestsError for inputs that no room takes: too large, or nested too deeply."""
     for test in tests:
+        if isinstance(test, StdinTest) and max(len(test.stdin.encode()), len(json.dumps(test.stdin)) // 2) > MAX_STDIN:
+            _refuse(f"has an input of more than {MAX_STDIN >> 20} MiB, which no room takes")
         if isinstance(test, CallTest):
             try:
                 values.encode(list(test.args))

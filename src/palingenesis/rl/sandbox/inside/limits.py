@@ -188,7 +188,6 @@ def confine(settings: Mapping[str, Any], parent: int) -> None:
         (resource.RLIMIT_NOFILE, 256),
         (resource.RLIMIT_FSIZE, files),
         (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
     ]
     if settings["watch"]:
         limits.append((resource.RLIMIT_AS, settings["memory_mb"] * _MIB))
