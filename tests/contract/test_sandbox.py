@@ -170,6 +170,25 @@ def test_a_program_is_main_and_has_its_prelude(sandbox: Sandbox) -> None:
     assert result.stdout == "typing.List[int] True __main__\n", result
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "out = open(1, 'w')\nprint(7, file=out)",
+        "import os\nout = os.fdopen(1, 'w')\nout.write('7\\n')",
+        "def main():\n    global out\n    out = open(1, 'w', closefd=False)\n    print(7, file=out)\nmain()",
+        "import io, sys\nprint(7)\nsys.stdout = io.StringIO()",
+        "import sys\nprint(7)\nsys.stdout = None",
+        "import sys\nclass Out:\n    write = sys.stdout.write\n    def flush(self): pass\nsys.stdout = Out()\nprint(7)",
+        "class A:\n    def __del__(self): print(VALUE)\nVALUE = 7\na = A()",
+        "class A:\n    def __init__(self): self.me = self\n    def __del__(self): print(7)\nA()",
+        "import atexit\nout = open(1, 'w')\natexit.register(out.write, '7\\n')",
+    ],
+)
+def test_what_python_would_print_at_its_end_is_there(sandbox: Sandbox, source: str) -> None:
+    result = script(sandbox, source)
+    assert (result.status, result.stdout) == (DONE, "7\n"), result
+
+
 def test_exit_handlers_and_threads_are_waited_for(sandbox: Sandbox) -> None:
     source = """
         import atexit, threading, time
@@ -349,6 +368,19 @@ def test_locks_of_multiprocessing(sandbox: Sandbox) -> None:
 # --------------------------------------------------------------------------------------------------------------- limits
 
 
+def test_a_thread_with_a_large_stack(sandbox: Sandbox) -> None:
+    """As programs that recurse deeply make it; with `memory_mb` of 1024, the default."""
+    source = """
+        import sys, threading
+        threading.stack_size(2**29)
+        thread = threading.Thread(target=lambda: print(7))
+        thread.start()
+        thread.join()
+    """
+    result = script(sandbox, source)
+    assert (result.status, result.stdout) == (DONE, "7\n"), result
+
+
 def test_memory(backend: str) -> None:
     sandbox = make(backend, workers=1, memory_mb=200)
     bombs = [
@@ -486,6 +518,31 @@ def test_calls_that_fail(sandbox: Sandbox, source: str, reason: str) -> None:
     result = call(sandbox, source)
     assert (result.status, result.value) == (FAILED, None)
     assert result.reason.startswith(reason)
+
+
+METHODS = (
+    "class Solution:\n    def search(self, x): return x + 1\n    def both(self, x): return 1\ndef both(x): return 2\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("prelude", "source", "function", "value"),
+    [
+        ("from re import *", METHODS, "search", 4),
+        ("", METHODS, "both", 1),  # as the harnesses of APPS and LiveCodeBench do
+        ("from math import *", "from math import isqrt", "isqrt", 1),
+        ("from math import *", "isqrt = lambda x: x * x", "isqrt", 9),
+        ("from math import *", "pass", "isqrt", None),
+        ("from builtins import *", "x = 1", "abs", None),
+    ],
+)
+def test_a_call_finds_what_the_program_defines(
+    sandbox: Sandbox, prelude: str, source: str, function: str, value: int | None
+) -> None:
+    """Never what the prelude imported: an empty answer would pass where it has the right name."""
+    result = call(sandbox, source, 3, function=function, prelude=prelude)
+    assert (result.status, result.value) == ((FAILED, None) if value is None else (DONE, value)), result
+    assert value is not None or result.reason == f"NameError: name {function!r} is not defined"
 
 
 def test_a_call_has_the_deadline_of_a_program(sandbox: Sandbox) -> None:
@@ -681,6 +738,42 @@ def test_tests_cannot_catch_the_end_of_the_program(sandbox: Sandbox, source: str
     result = check(sandbox, source, tests, timeout=1 if status is TIMEOUT else 30)
     assert result.status is status, result
     assert_works(sandbox)
+
+
+def test_tests_of_many_calls(one_room: Sandbox) -> None:
+    result = check(one_room, "def f(x): return x", "for i in range(1500): assert f(i) == i", timeout=20)
+    assert result.status is DONE, result
+    usage = one_room.usage()
+    assert usage.counts == {"done": 1}
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        ("import numpyx\nassert f(1) == 1", "numpyx"),
+        ("assert f(len) == 1", "pass a builtin_function_or_method to the program"),
+        ("assert f(iter([1])) == 1", "pass a list_iterator to the program"),
+    ],
+)
+def test_tests_that_no_program_could_pass_are_no_score(sandbox: Sandbox, tests: str, reason: str) -> None:
+    result = check(sandbox, "def f(x): return x", tests)
+    assert result.status is Status.UNAVAILABLE
+    assert result.reason.startswith("the tests cannot be run here: ")
+    assert reason in result.reason
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(x): raise ImportError('no numpy')",
+        "def f(x): import numpyx",
+        "class Untestable(Exception): pass\ndef f(x): raise Untestable('really')",
+        "class A:\n    def __call__(self): return 1\nclass B: pass\nB.m = A()\ndef f(x): return B()",
+    ],
+)
+def test_a_program_cannot_call_its_tests_untestable(sandbox: Sandbox, source: str) -> None:
+    result = check(sandbox, source, "x = f(1).m\nassert f(x) == 1")
+    assert result.status is FAILED, result
 
 
 def test_tests_that_end_early_or_use_nothing_do_not_pass(sandbox: Sandbox) -> None:

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from palingenesis.rl.rewards.grading.compare import same_output, same_value
-from palingenesis.rl.rewards.grading.tests import show
+from palingenesis.rl.rewards.grading.tests import CallTest, StdinTest, show
+from palingenesis.rl.sandbox.job import Result, Status
 
 # (printed, expected, equal)
 PRINTED: list[tuple[str, str, bool]] = [
@@ -26,7 +29,9 @@ PRINTED: list[tuple[str, str, bool]] = [
     ("a\n", "\na\n\n", True),
     ("a\n\nb", "a\n\nb", True),
     ("a\n   \nb", "a\n\nb", True),
-    ("a\n\nb", "a\nb", False),
+    ("a\n\nb", "a\nb", True),
+    ("a\nb", "a\n \n\nb\n", True),
+    ("a\n\nb\nc", "a\nb", False),
     ("a\nb", "a b", False),
     ("a b", "a\nb", False),
     ("a  b", "a b", True),
@@ -109,6 +114,11 @@ PRINTED: list[tuple[str, str, bool]] = [
     ("1_0.0", "10.0", False),
     ("١.٥", "1.5", False),
     ("1" * 500 + ".0", "1" * 500 + ".00", False),  # too long to be read as a number
+    ("0e99999999999999999999", "3", False),  # more than a Decimal takes
+    ("3", "0e-99999999999999999999", False),
+    ("1e-99999999999999999999", "0", False),
+    ("0e" + "9" * 390, "0.0", True),
+    ("0e999999999999999999", "0", True),
     ("x 1.0000001\ny 2", "x 1\ny 2.0", True),
     ("x 1.1\ny 2", "x 1\ny 2.0", False),
 ]
@@ -141,11 +151,14 @@ RETURNED: list[tuple[Any, Any, bool]] = [
     ("a ", "a", False),
     (b"a", "a", False),
     (True, True, True),
-    (True, 1, False),
-    (1, True, False),
-    (False, 0, False),
+    (True, 1, True),  # as in Python
+    (1, True, True),
+    (False, 0, True),
+    (True, 2, False),
+    (True, "True", False),
+    (1 + 0j, True, False),
     (False, None, False),
-    (True, 1.0, False),
+    (True, 1.0, True),
     (3, 3.0, True),
     (3.0, 3, True),
     (3.0000001, 3, False),
@@ -174,7 +187,7 @@ RETURNED: list[tuple[Any, Any, bool]] = [
     ([1, 2, 3], [1, 2], False),
     ((1, 2), [1, 2], True),
     ([(1, 2), (3,)], [[1, 2], [3]], True),
-    ([True], [1], False),
+    ([True], [1], True),
     ([1.0000001], [1.0], True),
     ("ab", ["a", "b"], False),
     (["a", "b"], "ab", False),
@@ -192,14 +205,17 @@ RETURNED: list[tuple[Any, Any, bool]] = [
     ({-1: "x"}, {"-1": "x"}, True),
     ({"1": "x"}, {"1": "x"}, True),
     ({1: "x"}, {"01": "x"}, False),
-    ({True: "x"}, {"1": "x"}, False),
-    ({1.0: "x"}, {"1": "x"}, False),
+    ({True: "x"}, {"1": "x"}, True),
+    ({1.0: "x"}, {"1": "x"}, True),
+    ({1.5: "x"}, {"1": "x"}, False),
+    ({None: "x"}, {None: "x"}, True),
     ({1: "x", "1": "x"}, {"1": "x"}, False),
     ({1: "x", "1": "y"}, {"1": "y", "2": "x"}, False),
     ({None: 1}, {"null": 1}, False),
     ({(1, 2): 1}, {"(1, 2)": 1}, False),
     ({1: {2: (3,)}}, {"1": {"2": [3]}}, True),
-    ({1: [True]}, {"1": [1]}, False),
+    ({1: [True]}, {"1": [1]}, True),
+    ({1: [True]}, {"1": [0]}, False),
     (NESTED, NESTED, True),
     (NESTED, OTHER, False),
 ]
@@ -218,6 +234,8 @@ def test_returned(returned: Any, expected: Any, equal: bool) -> None:
         lambda: same_output("0" * 1_000_000 + "x", "0" * 1_000_000 + "y"),
         lambda: same_output("1e" + "9" * 1_000_000, "1e5"),
         lambda: same_output("1e999999999", "1e999999998"),
+        lambda: same_output("0e999999999999999999 " * 100_000, "3 " * 100_000),
+        lambda: same_output("1e-999999999999999999 " * 10_000, ("9" * 400 + " ") * 10_000),
         lambda: same_output(" " * 2_000_000 + "x", "x"),
         lambda: same_output("\n" * 2_000_000, "x"),
         lambda: same_output("1.5 " * 300_000, "1.5000001 " * 300_000),
@@ -228,13 +246,75 @@ def test_returned(returned: Any, expected: Any, equal: bool) -> None:
         lambda: show("x" * 50_000_000),
         lambda: show({n: n for n in range(100_000)}),
         lambda: show(NESTED),
+        lambda: show([range(1 << 80_000_000)] * 9),
     ],
-    ids=range(15),
+    ids=range(18),
 )
 def test_hostile_sizes_are_cheap(work: Callable[[], Any]) -> None:
     began = time.perf_counter()
     work()
     assert time.perf_counter() - began < 3.0
+
+
+class Unshowable:
+    def __repr__(self) -> str:
+        raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (range(1, 9, 2), "range(1, 9, 2)"),
+        (range(10**5000), "range(0, an integer of 16610 bits, 1)"),
+        ([range(10**5000)], "[range(0, an integer of 16610 bits, 1)]"),
+        ([[range(10**5000)]], "[[range(0, an integer of 16610 bits, 1)]]"),
+        ([Unshowable()], "[a Unshowable]"),
+        (True, "True"),
+        (1.5 + 2j, "(1.5+2j)"),
+    ],
+    ids=range(7),
+)
+def test_shown(value: Any, shown: str) -> None:
+    assert show(value) == shown
+
+
+huge = st.integers(14_000, 40_000).map(lambda bits: 1 << bits)  # past the digits that Python turns into text
+whole = st.one_of(st.integers(), huge, huge.map(int.__neg__))
+plain = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        whole,
+        st.floats(),
+        st.complex_numbers(),
+        st.text(st.characters()),
+        st.binary(),
+        st.builds(range, whole, whole, whole.filter(bool)),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.one_of(st.none(), st.booleans(), whole, st.floats(), st.text(), st.tuples(whole)), inner),
+        st.frozensets(st.one_of(whole, st.floats(), st.text()), max_size=3),
+    ),
+    max_leaves=8,
+)
+number = st.from_regex(r"[+-]?[0-9]{0,3}\.?[0-9]{1,30}([eE][+-]?[0-9]{1,30})?", fullmatch=True)
+output = st.lists(st.one_of(number, number, st.text(st.characters(), max_size=5)), max_size=4).map(" ".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(output, output)
+def test_no_output_raises(printed: str, expected: str) -> None:
+    assert StdinTest("1", printed).difference(Result(Status.DONE, stdout=printed)) == ""
+    assert isinstance(StdinTest("1", expected).difference(Result(Status.DONE, stdout=printed)), str)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plain, plain)
+def test_no_value_raises(returned: Any, expected: Any) -> None:
+    test = CallTest("f", (returned, expected), (expected,), 1)
+    assert isinstance(test.difference(Result(Status.DONE, value=returned)), str)
 
 
 def test_a_shown_value_is_short() -> None:

@@ -45,7 +45,13 @@ ANSWERS: list[tuple[str, str | None]] = [
     ("```pycon\n>>> 1\n```", None),
     ("```json\n{}\n```\n```python\nx\n```", "x\n"),
     ("```python\nx\n```\n```text\n5\n```", "x\n"),
-    ("```python\nx\n```\n```\n5\n```", "5\n"),  # the last one, tagged or not
+    # what has no tag is the program only where nothing has one
+    ("```python\nx\n```\n```\n5\n```", "x\n"),
+    ("```py\nx\n```\nprints\n```\n5\n```\nand\n~~~\n6\n~~~", "x\n"),
+    ("```\n5\n```\n```python\nx\n```\n```\n6\n```", "x\n"),
+    ("```\nx\n```\n```\ny\n```", "y\n"),
+    ("```\nx\n```\n```text\n5\n```", "x\n"),
+    ("```\nx\n```\n```python\ny", "x\n"),  # a fence that is cut off is none
     # the last closed one
     ("```python\na\n```\nor\n```python\nb\n```", "b\n"),
     ("```python\na\n```\nor\n```python\nb", "a\n"),
@@ -78,14 +84,35 @@ def test_answers(completion: str, program: str | None) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["`" * 1_000_000, "```" + " " * 1_000_000 + "x", " " * 1_000_000 + "```", "```\n" * 300_000, "~~~`\n" * 300_000],
-    ids=range(5),
+    [
+        "`" * 1_000_000,
+        "```" + " " * 1_000_000 + "x",
+        " " * 1_000_000 + "```",
+        "```\n" * 300_000,
+        "~~~`\n" * 300_000,
+        "x" + " " * 1_000_000 + "y",
+        "x" + " " * 1_000_000 + "==",
+        "(" + "x " * 500_000 + ")" + " " * 500_000 + "y",
+        "x=" * 500_000 + "=",
+        "x:" * 500_000,
+        "x;" * 300_000,
+        "'\\" * 300_000 + '"' + "\\'" * 300_000,
+        "x = 1;" + "'\"" * 300_000,
+        "import (" * 200_000,
+        "from x import (\n" * 100_000,
+        "import" + " " * 1_000_000 + "x",
+        "from" + " x" * 300_000,
+        "import " + "x," * 300_000,
+        "def" + " " * 1_000_000 + "(",
+        "\\\n" * 500_000,
+    ],
+    ids=range(20),
 )
 def test_hostile_completions_are_cheap(text: str) -> None:
     began = time.perf_counter()
     answer_block(text)
-    defines(text, "f")
     defined(text)
+    complete(text, STUB, "f")
     assert time.perf_counter() - began < 3.0
 
 
@@ -139,6 +166,22 @@ def test_what_a_prompt_gives(code: str, helpers: str) -> None:
     assert helpers_of(code).replace("\n\n", "\n") == helpers.replace("\n\n", "\n")
 
 
+WHOLES = [
+    "from shapes import area\n",
+    "from shapes import disc as area\n",
+    "from shapes import (\n    side,\n    disc as area,  # round\n)\n",
+    "from shapes import side, \\\n    area\n",
+    "import area\n",
+    "import shapes.disc as area\n",
+    "import math; area = lambda r: r\n",
+    "x = 'a;b'; from shapes import area  # ';'\n",
+    "disc = area = lambda r: r\n",
+    "disc, area = make()\n",
+    "(disc, area) = make()\n",
+    "area: Callable[[float], float] = lambda r: r\n",
+    "class area:\n    pass\n",
+    "if True:\n    def area(r):\n        return r\n",
+]
 WHOLE = "def area(r):\n    return math.pi * r * r\n"
 
 
@@ -160,8 +203,15 @@ WHOLE = "def area(r):\n    return math.pi * r * r\n"
             "    return half(r)\n\ndef half(r):\n    return r\n",
             STUB.rstrip() + "\n    return half(r)\n\ndef half(r):\n    return r\n",
         ),
+        # whole, in other words than `def`
+        *((whole, whole) for whole in WHOLES),
+        # an inner function that has the name
+        (
+            "    def area(r):\n        return r\n    return area(r)\n",
+            STUB.rstrip() + "\n    def area(r):\n        return r\n    return area(r)\n",
+        ),
     ],
-    ids=range(9),
+    ids=range(10 + len(WHOLES)),
 )
 def test_a_body_continues_the_prompt_and_a_whole_function_replaces_it(answer: str, program: str) -> None:
     assert complete(answer, STUB, "area") == program
@@ -169,13 +219,44 @@ def test_a_body_continues_the_prompt_and_a_whole_function_replaces_it(answer: st
     assert complete(answer, STUB, "") == answer
 
 
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        ("s = 0\n    for i in x:\n        s += i\n    return s\n", None),
+        ("for i in x:\n        if i:\n            return 1\n    return 0\n", None),
+        ("for i in x:\n        if i: return g(i)\n    return 0\n\ndef g(i):\n    return i\n", None),
+        ("# Sum.\ns = 0\n    return s\n", "# Sum.\n    s = 0\n    return s\n"),
+        ("import math\n    return math.pi\n", None),
+        ("return g(x)\n\n@cache\ndef g(x):\n    return x\n", None),
+        ("s = 0  # of:\n    return s\n", None),
+        ("return sum(\n        x)\n", None),
+        ("s = 0\n\treturn s\n", "\ts = 0\n\treturn s\n"),
+        ("s = 0\n  return s\n", "  s = 0\n  return s\n"),
+        # not indented at all
+        ("s = 0\nfor i in x:\n    s += i\nreturn s\n", "    s = 0\n    for i in x:\n        s += i\n    return s\n"),
+        ("if x:\n    return 1\n", "    if x:\n        return 1\n"),
+        ("if x:\n  if y:\n    return 1\n  return 2\n", "    if x:\n      if y:\n        return 1\n      return 2\n"),
+        ("s = [\n    1,\n]\nreturn s\n", "    s = [\n        1,\n    ]\n    return s\n"),
+        ("s = 0\ndef g(y):\n    return y\nreturn g(s)\n", "    s = 0\n    def g(y):\n        return y\n    return g(s)\n"),
+        ("\n", "\n"),
+    ],
+    ids=range(16),
+)  # fmt: skip
+def test_a_body_is_placed_below_its_signature(answer: str, body: str | None) -> None:
+    code = "def f(x):\n"
+    assert complete(answer, code, "f") == code + (f"    {answer}" if body is None else body)
+    ast.parse(complete(answer, code, "f") if answer.strip() else "")
+
+
 def test_names_a_source_defines() -> None:
     source = (
         "import a\ndef f(x):\n  y = 1\nasync  def g(): 0\nclass C(B): 0\nv = 1\nw: int = 2\nf(v == 1)\nz == 1\nh(1)"
     )
-    assert defined(source) == {"f", "g", "C", "v", "w"}
+    assert defined(source) == {"a", "f", "g", "C", "v", "w"}
     assert defines(source, "f")
     assert not defines(source, "h")
+    assert not defines("if x: f = 1\nfor f in x: f = 1\nx[0:f] = 1\ng(f=1)\nf: int\nf += 1", "f")
+    assert not defines("def g(): x = 1; f = 2\ns = 'a; f = 1'  # ; f = 2\nimport f.g as h, f_2", "f")
     assert not defines("area_2 = 1\nareas = 2\n# def area\nx.area = 3\narea == 2", "area")
 
 

@@ -254,6 +254,8 @@ FUNCTION = {"inputs": [[[1, 2]], [[3]]], "outputs": [3, [3]], "fn_name": "f"}
 LCB = [{"input": "[1, 2]", "output": "3", "testtype": "functional"}]
 NAMED = {"metadata": '{"func_name": "f"}'}
 MBPP = ["assert f([1, 2]) == 3", "assert f([]) == 0"]
+CHECK = "from __future__ import annotations\ndef check(candidate):\n    assert candidate(2) == -2"
+ENTRY = {"entry_point": "f", "test_imports": ["import math"]}
 TREE = {
     "tests": ["assert depth(root) == 2"],
     "test_setup_code": "root = Node(1)\nroot.left = Node(2)",
@@ -277,6 +279,11 @@ REAL: list[tuple[str, dict[str, Any], float]] = [
     ("def g(x):\n    return sum(x)", {"tests": FUNCTION}, 0.0),
     (SOLUTION.format("sum(x)"), {"tests": LCB, **NAMED}, 1.0),
     (SOLUTION.format("True"), {"tests": LCB, **NAMED}, 0.0),
+    (SOLUTION.format("len(x) == 2"), {"tests": {**FUNCTION, "outputs": [1, 0]}}, 1.0),
+    ("print(3)", {"tests": {"inputs": ["1"], "outputs": ["0e99999999999999999999"]}}, 0.0),
+    ("print('0e99999999999999999999')", {"tests": {"inputs": ["1"], "outputs": ["3"]}}, 0.0),
+    ("def f(x):\n    return [range(10**5000)]", {"tests": FUNCTION}, 0.0),
+    ("pass", {"tests": {"inputs": ["x" * 9] * 16 + ["1"], "outputs": [""] * 16 + ["yes"]}}, 0.0),
     ("def f(x):\n    return sum(x)", {"tests": MBPP}, 1.0),
     ("def f(x):\n    return 3", {"tests": MBPP}, 0.0),
     ("def f(x):\n    raise SystemExit(0)", {"tests": MBPP}, 0.0),
@@ -289,6 +296,10 @@ REAL: list[tuple[str, dict[str, Any], float]] = [
     ("def sum(a, b):\n    return a * b", {"tests": ["assert sum(2, 3) == 6"]}, 1.0),
     ("def sum(a, b):\n    return a + b", {"tests": ["assert sum(2, 3) == 6"]}, 0.0),
     ("def f(x):\n    return math.pi", {"tests": ["assert f(1) == math.pi"], "test_imports": ["import math"]}, 1.0),
+    ("from builtins import sum", {"tests": ["assert sum([2, 3]) == 5"]}, 1.0),
+    ("from operator import neg as f", {"tests": CHECK, **ENTRY}, 1.0),
+    ("def f(x):\n    return -x", {"tests": "def test_f():\n    assert f(2) == -2\ntest_f()"}, 1.0),
+    ("def f(x):\n    return x", {"tests": "def test_f():\n    assert f(2) == -2\ntest_f()"}, 0.0),
     ("def f(x):\n    x.append(1)", {"tests": ["a = []\nf(a)\nassert a == [1]"]}, 1.0),
     (NODE.format("0 if n is None else 1 + depth(n.left)"), TREE, 1.0),
     (NODE.format("1"), TREE, 0.0),

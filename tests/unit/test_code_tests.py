@@ -23,6 +23,7 @@ from palingenesis.rl.rewards.grading.tests import (
     UnreadableTestsError,
     read_tests,
 )
+from palingenesis.rl.sandbox.inside.worker import OUTPUT_CAP
 from palingenesis.rl.sandbox.job import Call, Check, Program, Result, Status
 from palingenesis.rl.types import Row
 
@@ -43,6 +44,9 @@ def done(value: Any = None, stdout: str = "") -> Result:
 NESTED: list[Any] = []
 for _ in range(300):
     NESTED = [NESTED]
+VERY_NESTED = NESTED
+for _ in range(100_000):
+    VERY_NESTED = [VERY_NESTED]
 
 # -------------------------------------------------------------------------------------------------------- stdin, stdout
 
@@ -62,13 +66,16 @@ CASES = [
         ({**STDIN, "fn_name": None}, [("3\n4\n", "7\n"), ("1\n", "1\n")]),
         ({"inputs": [["3", "4"], []], "outputs": [["7"], ["1", "2"]]}, [("3\n4", "7"), ("", "1\n2")]),
         ({"inputs": [3], "outputs": [4.5]}, [("3", "4.5")]),
+        ({"inputs": [["2\n", "1 2\n"]], "outputs": [["1\r\n", "2\n", "\n"]]}, [("2\n1 2", "1\n2\n")]),
+        ({"inputs": [["a\n\n", "b"]], "outputs": ["2"]}, [("a\n\nb", "2")]),
         (CASES, [("3 4", "7"), ("1", "1\n")]),
         (json.dumps(CASES), [("3 4", "7"), ("1", "1\n")]),
         (packed(json.dumps(CASES)), [("3 4", "7"), ("1", "1\n")]),
         ([{"input": "1", "output": "2"}], [("1", "2")]),
+        ([{"input": "1", "output": "2", "testtype": None}], [("1", "2")]),
         ({"inputs": ["1", "2"], "outputs": ["", "x"]}, [("1", ""), ("2", "x")]),
     ],
-    ids=range(11),
+    ids=range(14),
 )
 def test_programs_that_print(tests: Any, expected: list[tuple[str, str]]) -> None:
     assert read(tests) == [StdinTest(*pair) for pair in expected]
@@ -83,12 +90,13 @@ def test_a_program_receives_its_input_only() -> None:
 
 def test_the_prelude_is_what_starter_code_expects() -> None:
     names: dict[str, Any] = {}
-    limit = sys.getrecursionlimit()
+    limit, digits = sys.getrecursionlimit(), sys.get_int_max_str_digits()
     try:
         exec(PRELUDE, names)
         assert sys.getrecursionlimit() == 50_000
     finally:
         sys.setrecursionlimit(limit)
+        sys.set_int_max_str_digits(digits)
     for name in (
         "List",
         "Optional",
@@ -122,6 +130,8 @@ def test_the_prelude_is_what_starter_code_expects() -> None:
         ({"inputs": [[{"1": 2, "a": 3}]], "outputs": [1], "fn_name": "f"}, {}, [("f", ({"1": 2, "a": 3},), (1,))]),
         ({"inputs": [[{"1": 2}, 3]], "outputs": [1], "fn_name": "f"}, {}, [("f", ({"1": 2}, 3), (1,))]),
         ({"inputs": ["[1, 2]\n3"], "outputs": ["[4]"], "fn_name": "f"}, {}, [("f", ([1, 2], 3), ([4],))]),
+        ({"inputs": [[1]], "outputs": [5], "fn_name": "Solution.f"}, {}, [("f", (1,), (5,))]),
+        ({"inputs": [[1]], "outputs": [5], "fn_name": "Solution().f"}, {}, [("f", (1,), (5,))]),
         # LiveCodeBench
         (
             [{"input": '[1, 2]\n"a"', "output": "true", "testtype": "functional"}],
@@ -145,7 +155,7 @@ def test_the_prelude_is_what_starter_code_expects() -> None:
             [("count", (), (None,)), ("count", (1,), (2,))],
         ),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_functions(tests: Any, columns: dict[str, Any], expected: list[tuple[Any, ...]]) -> None:
     assert [(test.function, test.args, test.accepted) for test in read(tests, **columns)] == expected
@@ -175,6 +185,25 @@ def test_the_longest_inputs_run_first() -> None:
     assert [test.accepted[0] for test in chosen(calls, 16)] == [2, 3, 1]
     asserts = read(["assert f(1)", "assert f(1000)"])
     assert [test.source for test in chosen(asserts, 1)] == ["assert f(1000)"]
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"inputs": ["x" * 9] * 16 + ["1", "22"], "outputs": [""] * 16 + ["yes", "no"]},
+        {"inputs": [[[1] * 9]] * 16 + [[1], [22]], "outputs": [None] * 16 + [3, 4], "fn_name": "f"},
+        {"inputs": [[[1] * 9]] * 16 + [[1], [22]], "outputs": [[None]] * 16 + [3, 4], "fn_name": "f"},
+    ],
+    ids=["prints nothing", "returns None", "returns a wrapped None"],
+)
+@pytest.mark.parametrize("most", [1, 16])
+def test_a_program_that_does_nothing_fails_one_of_the_tests_that_run(tests: Any, most: int) -> None:
+    every = read(tests)
+    run = chosen(every, most)
+    assert [test.idle for test in run] == [True] * (most - 1) + [False]
+    assert run[-1] == every[-1], "the longest of those that are not idle"
+    assert chosen(every, 17)[:16] == every[:16]
+    assert len(chosen(every, 99)) == 18
 
 
 # ---------------------------------------------------------------------------------------------------------- test source
@@ -269,6 +298,41 @@ def test_the_programs_own_built_ins_never_serve_the_tests(
     assert (job and job.names) == names
 
 
+ASSERTION = "def assertion(out, exp, atol):\n    assert out == exp\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ASSERTION + "for i, e in [(1, 2)]:\n    assertion(f(i), e, 0)",
+        "def test_f():\n    assert f(1) == 2\ntest_f()",
+        "def test_f():\n    assert f(1) == 2\nif __name__ == '__main__':\n    test_f()",
+        "def same(a, b):\n    if a != b:\n        raise AssertionError(a)\ndef test_f():\n    same(f(1), 2)\ntest_f()",
+        "class Tests:\n    def test_f(self):\n        assert f(1) == 2\nTests().test_f()",
+        "def test_f():\n    assert f(1) == 2\nfor test in [test_f]:\n    test()",
+        "if f(1) != 2:\n    raise AssertionError",
+    ],
+    ids=range(7),
+)
+def test_asserts_in_functions_that_the_source_calls(source: str) -> None:
+    (test,) = read(source)
+    assert (test.source, test.names) == (source, ("f",))
+    assert [test.names for test in read([source])] == [("f",)]
+
+
+def test_imports_from_the_future_come_first() -> None:
+    future = "from __future__ import annotations"
+    (test,) = read(["assert f(1)"], f"```python\n{future}\nimport re\ndef f(x):\n```", test_imports=["import math"])
+    assert test.helpers == f"{future}\nimport math\nimport re"
+    compile(test.helpers, "helpers.py", "exec", dont_inherit=True)
+    (test,) = read([f"{future}\nassert f(A) == 'x'"], test_setup_code="A = 1")
+    assert test.source == f"{future}\nA = 1\nassert f(A) == 'x'"
+    (test,) = read(
+        f"{future}\ndef check(candidate):\n    assert candidate(A)", test_setup_code="A = 1", entry_point="f"
+    )
+    assert test.source.startswith(f"{future}\nA = 1\n")
+
+
 PROMPT = 'import math\n\n\ndef half(x):\n    return x / 2\n\n\ndef area(r):\n    """The area."""\n'
 CHECK = "\n\nMETADATA = {}\n\n\ndef check(candidate):\n    assert candidate(half(2)) == math.pi\n"
 
@@ -327,6 +391,12 @@ UNREADABLE: list[tuple[Any, dict[str, Any], str]] = [
     ({"inputs": [[1]], "outputs": [1], "fn_name": "f(x)"}, {}, "calls 'f(x)', which is no function's name"),
     ({"inputs": [[1]], "outputs": [1], "fn_name": 3}, {}, "has the fn_name 3"),
     ({"inputs": ["x y"], "outputs": ["1"], "fn_name": "f"}, {}, "is not JSON"),
+    ({"inputs": [[1]], "outputs": [1], "fn_name": "Other.f"}, {}, "calls 'Other.f'"),
+    # values that no JSON text gives
+    ({"inputs": [[10**5000]], "outputs": [1], "fn_name": "f"}, {}, "cannot be read: Exceeds the limit"),
+    ({"inputs": [10**5000], "outputs": [1]}, {}, "cannot be read: Exceeds the limit"),
+    ({"inputs": [[VERY_NESTED]], "outputs": [1], "fn_name": "f"}, {}, "cannot be read: maximum recursion depth"),
+    (range(10**5000), {}, "holds no tests: range(0, an integer of 16610 bits, 1)"),
     # what a program that does nothing would pass
     ({"inputs": ["1", "2"], "outputs": ["", " \n"]}, {}, "expects nothing but empty output"),
     ({"inputs": [[1]], "outputs": [None], "fn_name": "f"}, {}, "expects nothing but"),
@@ -357,6 +427,7 @@ UNREADABLE: list[tuple[Any, dict[str, Any], str]] = [
     (["assert True"], {}, "calls nothing that a program could define"),
     (["assert len(sorted([1])) == 1"], {}, "calls nothing"),
     (["def test_it():\n    assert f(1)"], {}, "asserts nothing"),
+    (["def test_it():\n    assert f(1)\ndef all_of_them():\n    test_it()\nf(1)"], {}, "asserts nothing"),
     (["assert f(1)"], {"test_setup_code": "x ="}, "is not Python"),
     (["assert f(1)"], {"test_imports": [1]}, "that are no text"),
     (["assert f(1)"], {"test_imports": 1}, "that are no text"),
@@ -383,16 +454,39 @@ def test_unreadable_rows(tests: Any, columns: dict[str, Any], why: str) -> None:
     assert (Code().check_reference(row) or "").startswith("column 'tests' ")
 
 
-@pytest.mark.parametrize("args", [[0] * 5_000_000, NESTED, [object()]], ids=["large", "deep", "object"])
-def test_arguments_that_no_room_takes_are_found_at_load(args: Any) -> None:
-    row = Row("1", (), {"tests": {"inputs": [[args]], "outputs": [1], "fn_name": "f"}})
-    assert "has for f " in (Code().check_reference(row) or "")
+FLOATS = [n + 0.123456789012345 for n in range(500_000)]  # their text is longer than what they count as values
+VALUES = [[0] * 5_000_000, NESTED, [object()], FLOATS, "é" * 2_000_000]
+TYPES = ["large", "deep", "object", "long as text", "long when escaped"]
+
+
+def complaint(**tests: Any) -> str:
+    return Code().check_reference(Row("1", (), {"tests": tests})) or ""
+
+
+@pytest.mark.parametrize("value", VALUES, ids=TYPES)
+def test_values_that_no_room_takes_or_gives_are_found_at_load(value: Any) -> None:
+    assert "has for f " in complaint(inputs=[[value]], outputs=[1], fn_name="f")
+    assert "expects of f " in complaint(inputs=[[1]], outputs=[value], fn_name="f")
+    assert "expects of f " in complaint(inputs=[[1], [1]], outputs=[1, [value]], fn_name="f")
+
+
+def test_what_a_room_takes_is_what_passes_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an argument of growing length, the last that passes is one the sandbox would take, and little is lost."""
+    monkeypatch.setattr(reader.values, "MAX_TEXT", 10_000)
+    taken = [n for n in range(9_000) if not n % 100 and not complaint(inputs=[["x" * n]], outputs=[1], fn_name="f")]
+    given = [n for n in range(9_000) if not n % 100 and not complaint(inputs=[[1]], outputs=["x" * n], fn_name="f")]
+    assert taken[-1] == given[-1] == 8_900
 
 
 @pytest.mark.parametrize("text", ["x" * (61 << 20), "\1" * (21 << 20)], ids=["long", "long when escaped"])
 def test_an_input_that_no_room_takes_is_found_at_load(text: str) -> None:
-    row = Row("1", (), {"tests": {"inputs": [text], "outputs": ["1"]}})
-    assert "60 MiB" in (Code().check_reference(row) or "")
+    assert "60 MiB" in complaint(inputs=[text], outputs=["1"])
+
+
+def test_an_output_that_no_program_may_print_is_found_at_load() -> None:
+    assert OUTPUT_CAP == reader.MAX_STDOUT
+    assert "an output of more than 8 MiB" in complaint(inputs=["1"], outputs=["é" * (5 << 20)])
+    assert complaint(inputs=["\ud800"], outputs=["x" * (8 << 20) + "\n"]) == ""
 
 
 class Runs:

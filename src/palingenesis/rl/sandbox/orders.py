@@ -91,9 +91,10 @@ async def run_call(job: Call, room: Room, seconds: float) -> Result:
     talk = Talk(room, seconds)
     try:
         args = [values.encode(arg) for arg in job.args]
+        order = {"do": "call", "path": [job.function], "args": args, "kwargs": {}, "method_first": True}
+        request = values.dumps(order).decode()
     except values.NotPlainError as error:
         raise TypeError(f"Call.args of {job.function}: {error}") from error
-    request = values.dumps({"do": "call", "path": [job.function], "args": args, "kwargs": {}}).decode()
     said = await talk.run("serve", source=job.source, prelude=job.prelude, request=request)
     end = await talk.stop()
     if isinstance(said, End):
@@ -123,7 +124,7 @@ async def _relay(job: Check, tests: Talk, program: Talk) -> tuple[Status, str]:
         except values.NotPlainError as error:
             return Status.FAILED, f"the tests said {error}"
         if "verdict" in question:
-            return _verdict(question["verdict"], program.begun)
+            return _verdict(question, program.begun)
         if program.begun:
             answer = await program.answer(said)
         else:
@@ -139,9 +140,11 @@ async def _relay(job: Check, tests: Talk, program: Talk) -> tuple[Status, str]:
     return status, f"the tests ended early: {reason}"
 
 
-def _verdict(failure: str, used: bool) -> tuple[Status, str]:
-    if failure:
-        return Status.FAILED, failure
+def _verdict(said: Mapping[str, Any], used: bool) -> tuple[Status, str]:
+    if said["untestable"]:
+        return Status.UNAVAILABLE, f"the tests cannot be run here: {said['verdict']}"
+    if said["verdict"]:
+        return Status.FAILED, said["verdict"]
     return (Status.DONE, "") if used else (Status.FAILED, "the tests passed without using the program")
 
 

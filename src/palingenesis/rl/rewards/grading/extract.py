@@ -16,8 +16,9 @@ import ast
 import re
 import textwrap
 import threading
+from collections.abc import Iterator
 
-PYTHON_TAGS = frozenset({"", "python", "py", "python3"})
+PYTHON_TAGS = frozenset({"python", "py", "python3"})
 ROW = "<row>"  # the file name under which code of a row is parsed
 
 _FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*$)|~{3,})[ \t]*(.*)")
@@ -25,14 +26,19 @@ _STUB = (ast.Pass, ast.Raise)
 
 
 def answer_block(completion: str) -> str | None:
-    """The last closed fence tagged python, py, python3 (in any case) or not at all; None when there is none."""
-    found = fenced_blocks(completion)
+    """The last closed fence tagged python, py or python3 (in any case); None when there is none.
+
+    Only where no fence is tagged so, the last one without a tag: after a program those hold what it prints.
+    """
+    blocks = _blocks(completion)
+    tagged = [content for tag, content in blocks if tag]
+    found = tagged or [content for _, content in blocks]
     return found[-1] if found else None
 
 
-def fenced_blocks(text: str) -> list[str]:
-    """The contents of every closed Python or untagged fence, in order; an indented fence's indentation is removed."""
-    found: list[str] = []
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Tag and content of every closed Python or untagged fence, in order; an indented fence's indentation is removed."""
+    found: list[tuple[str, str]] = []
     opening: tuple[int, str, str] | None = None  # indentation, fence, tag
     content: list[str] = []
     for line in text.replace("\r\n", "\n").split("\n"):
@@ -45,8 +51,8 @@ def fenced_blocks(text: str) -> list[str]:
         indent, fence, tag = opening
         is_end = match is not None and not match[3] and match[2][0] == fence[0] and len(match[2]) >= len(fence)
         if match is not None and is_end and _width(match[1]) <= indent + 3:
-            if tag in PYTHON_TAGS:
-                found.append("".join(content))
+            if not tag or tag in PYTHON_TAGS:
+                found.append((tag, "".join(content)))
             opening = None
         else:
             content.append(_without_indent(line, indent) + "\n")
@@ -70,7 +76,7 @@ def prompt_code(prompt: str) -> str:
 
     A source that defines and imports nothing is an example of use or plain words, and is not meant.
     """
-    for source in (prompt, *reversed(fenced_blocks(prompt))):
+    for source in (prompt, *(content for _, content in reversed(_blocks(prompt)))):
         if _tree(source) is not None:
             return source
     return ""
@@ -137,28 +143,96 @@ def complete(answer: str, code: str, entry_point: str) -> str:
     """The program: the answer where it defines `entry_point`, else the prompt's code continued by it.
 
     Args:
-        answer: a whole program, or the body of the last function of `code`, indented or not.
+        answer: a whole program, or the body of the last function of `code`, indented, not indented, or all but its
+            first line.
         code: the prompt's code; empty when it gives none.
     """
-    if not code or not entry_point or defines(answer, entry_point):
+    if not code or not entry_point:
         return answer
-    first = next((line for line in answer.split("\n") if line.strip()), "")
-    body = answer if first[:1] in (" ", "\t") else textwrap.indent(answer, "    ")
+    lines = answer.split("\n")
+    code_lines = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if code_lines and _indent(code_lines[0]):  # no program begins so
+        body = answer
+    elif defines(answer, entry_point):
+        return answer
+    elif _lost_an_indent(code_lines):
+        first = lines.index(code_lines[0])
+        lines[first] = min([INDENT, *filter(None, map(_indent, code_lines))], key=len) + lines[first]
+        body = "\n".join(lines)
+    else:
+        body = textwrap.indent(answer, INDENT)
     return f"{code.rstrip()}\n{body}"
 
 
+INDENT = "    "
+_BESIDE = re.compile(
+    r"(?:async[ \t]+def|def|class|import|from|if[ \t]+__name__)\b|@"
+)  # follows a function at the margin
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip(" \t"))]
+
+
+def _lost_an_indent(lines: list[str]) -> bool:
+    """Lines of a body of which the first alone was stripped: below it nothing but other definitions is at the margin.
+
+    Where the first opens a block, what is indented below may be just that block. A lost indentation shows in a line
+    that is less indented than the block.
+    """
+    below = [_width(_indent(line)) for line in lines[1:] if not _BESIDE.match(line)]
+    if not below:
+        return len(lines) > 1
+    is_block = lines[0].split("#")[0].rstrip().endswith(":")
+    return min(below) > 0 and (not is_block or min(below) < below[0])
+
+
 def defines(source: str, name: str) -> bool:
-    """A line of the source defines a function (a method too), a class or a top-level variable of that name."""
-    name = re.escape(name)
-    pattern = rf"^(?:[ \t]*(?:async[ \t]+)?def[ \t]+{name}[ \t]*[(\[]|class[ \t]+{name}\b|{name}[ \t]*[:=](?!=))"
-    return re.search(pattern, source, re.MULTILINE) is not None
-
-
-_DEFINED = re.compile(
-    r"^(?:(?:async[ \t]+)?def[ \t]+|class[ \t]+)([^\W\d]\w*)|^([^\W\d]\w*)[ \t]*(?::[^=\n]*)?=(?!=)", re.MULTILINE
-)
+    """Lines of the source define a function (a method too), or, at the top level, anything else of that name."""
+    function = rf"^[ \t]*(?:async[ \t]+)?def[ \t]+{re.escape(name)}[ \t]*[(\[]"
+    return re.search(function, source, re.MULTILINE) is not None or name in defined(source)
 
 
 def defined(source: str) -> set[str]:
-    """The functions, classes and variables that lines of the source define at the top level."""
-    return {name for pair in _DEFINED.findall(source) for name in pair if name}
+    """The functions, classes, variables and imports that lines of the source define at the top level."""
+    return {name for statement in _statements(source) for name in _bound_by(statement)}
+
+
+_PARENTHESES = re.compile(r"\bimport[ \t]*\(([^()]*)\)")
+_COMMENT = re.compile(r"#[^\n]*")
+_NO_CODE = re.compile(r"""'[^'\n]*'|"[^"\n]*"|#.*""")
+_NAMED = re.compile(r"(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)")
+_BLOCK = re.compile(r"(?:async|elif|else|except|finally|for|if|try|while|with)\b")
+
+
+def _statements(source: str) -> Iterator[str]:
+    """Statements that begin at the left margin, those of one line apart, an import's lines together."""
+
+    def on_one_line(names: re.Match[str]) -> str:
+        return "import " + _COMMENT.sub("", names[1]).replace("\n", " ")
+
+    for line in _PARENTHESES.sub(on_one_line, source.replace("\\\n", " ")).split("\n"):
+        if not line[:1].isidentifier() and line[:1] != "(":  # most lines: indented, empty
+            continue
+        if _NAMED.match(line):
+            yield line
+        elif not _BLOCK.match(line):
+            yield from (part.strip() for part in _NO_CODE.sub("", line).split(";"))
+
+
+_IMPORT = re.compile(r"(?:from[ \t]+[\w.]+[ \t]+)?import[ \t]+(.+)")
+_ANNOTATED = re.compile(r"(\w+)[ \t]*:[^=]*=(?!=)")
+_ASSIGNED = re.compile(r"(?:[ \t]*\([\w \t,*]+\)[ \t]*=(?!=)|[\w \t,*]+=(?!=))+")
+
+
+def _bound_by(statement: str) -> Iterator[str]:
+    """The names that one statement binds: `def f`, `class f`, `import a as f`, `from a import f`, `f = g = ...`."""
+    if match := _NAMED.match(statement):
+        yield match[1]
+    elif match := _IMPORT.match(statement):
+        for part in match[1].split(","):
+            yield from [words[-1].split(".")[0]] if (words := part.split()) else []
+    elif match := _ANNOTATED.match(statement):
+        yield match[1]
+    elif match := _ASSIGNED.match(statement):
+        yield from re.findall(r"[^\W\d]\w*", match[0])

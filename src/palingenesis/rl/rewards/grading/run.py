@@ -1,6 +1,6 @@
 """Run tests against one answer, and say how it went.
 
-    tests ── the `max_tests` longest, longest first ──> job ──> sandbox ──> result ──difference──> verdict
+    tests ── the `max_tests` longest, one not idle ──> job ──> sandbox ──> result ──difference──> verdict
 
 Each test is a job of its own, so in a fresh process. The first that does not pass ends the run, unless the share is asked
 for. Invariants: the score is positive only for tests whose job ended DONE and whose result equals what is expected; a
@@ -47,8 +47,15 @@ PASS = Grade(1.0, Verdict.PASSED)
 
 
 def chosen(tests: Sequence[Test], max_tests: int) -> Sequence[Test]:
-    """The tests that run: the longest inputs, longest first; equal ones in the row's order."""
-    return sorted(tests, key=lambda test: -test.size)[:max_tests]
+    """The tests that run: the longest inputs, longest first; equal ones in the row's order.
+
+    One of them, at the place of the last, is a test that a program which does nothing fails.
+    """
+    ordered = sorted(tests, key=lambda test: -test.size)
+    first, rest = ordered[:max_tests], ordered[max_tests:]
+    if all(test.idle for test in first):
+        first[-1:] = [next((test for test in rest if not test.idle), first[-1])]
+    return first
 
 
 async def grade(
@@ -81,7 +88,7 @@ async def run_test(answer: str, test: Test, sandbox: Sandbox, seconds: float | N
         return Grade(0.0, Verdict.UNDEFINED, "the answer defines nothing that the test calls")
     (result,) = await sandbox.run([job])
     progress()  # of the reward that waits: an answer with many slow tests does not stand still
-    if result.status is Status.UNAVAILABLE:
+    if not result.status.is_score:
         raise SkipSample(f"the sandbox could not run it: {result.reason}")
     if result.status is not Status.DONE:
         return Grade(0.0, Verdict(result.status.value), result.reason)

@@ -36,10 +36,10 @@ from palingenesis.rl.rewards.grading.extract import ROW, complete, defined, help
 from palingenesis.rl.sandbox.inside import values
 from palingenesis.rl.sandbox.job import Call, Check, Job, Program, Result
 
-MAX_STDIN = (
-    60 * 2**20
-)  # bytes: a room has 64 MiB of files, and reads messages of 128, in which a character may be escaped
+MAX_STDIN = 60 * 2**20  # bytes; a room has 64 MiB of files, and takes messages of 128, where a character may be escaped
 MAX_UNPACKED = 256 * 2**20  # bytes of a packed column; LiveCodeBench's largest are some 100 MB
+MAX_STDOUT = 8 * 2**20  # bytes a program may print
+ENVELOPE = 1024  # bytes of an order or an answer beside the values in it
 SHOWN, SHOWN_PARTS = 200, 6  # characters of a text, and parts of a list, in a reason
 
 # What LiveCodeBench's harness imports before a program, in its order; APPS's does the like. Starter code writes `List[int]`.
@@ -51,6 +51,7 @@ PRELUDE = "\n".join(
         *(f"from {name} import *" for name in (*_STAR.split(), "builtins", "typing")),
         *(f"import {name}" for name in _STAR.split()),
         "sys.setrecursionlimit(50_000)",
+        "getattr(sys, 'set_int_max_str_digits', id)(50_000)",
     ]
 )
 
@@ -59,9 +60,9 @@ class UnreadableTestsError(ValueError):
     """The row has no tests, or they cannot be read; the message says why."""
 
 
-# Every kind of test has `size`, the length of its input; `job(answer, timeout)`, what to run, or None when the answer
-# defines nothing that the test calls; and `difference(result)`, how the result of a job that ended well differs from what
-# is expected, empty when it does not.
+# Every kind of test has `size`, the length of its input; `idle`, whether a program that does nothing passes it;
+# `job(answer, timeout)`, what to run, or None when the answer defines nothing that the test calls; and
+# `difference(result)`, how the result of a job that ended well differs from what is expected, empty when it does not.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,10 @@ class StdinTest:
     @property
     def size(self) -> int:
         return len(self.stdin)
+
+    @property
+    def idle(self) -> bool:
+        return not self.expected.strip()
 
     def job(self, answer: str, timeout: float | None) -> Job | None:
         return Program(answer, stdin=self.stdin, prelude=PRELUDE, timeout=timeout)
@@ -92,6 +97,10 @@ class CallTest:
     args: tuple[Any, ...]
     accepted: tuple[Any, ...]
     size: int
+
+    @property
+    def idle(self) -> bool:
+        return None in self.accepted
 
     def job(self, answer: str, timeout: float | None) -> Job | None:
         return Call(answer, self.function, self.args, prelude=PRELUDE, timeout=timeout)
@@ -128,6 +137,10 @@ class SourceTest:
     def size(self) -> int:
         return len(self.source)
 
+    @property
+    def idle(self) -> bool:
+        return False
+
     def job(self, answer: str, timeout: float | None) -> Job | None:
         if not self.names and self.builtin not in defined(answer):
             return None
@@ -149,7 +162,7 @@ Test = StdinTest | CallTest | SourceTest
 
 
 def show(value: Any, depth: int = 2) -> str:
-    """A value in a line of some hundred characters. Cheap for whatever a program returned: huge, or nested deeply."""
+    """A value in a line of some hundred characters. Cheap for whatever a program returned, and it never raises."""
     if isinstance(value, (list, tuple)) and depth:
         more = ["..."] if len(value) > SHOWN_PARTS else []
         parts = ", ".join([*(show(part, depth - 1) for part in value[:SHOWN_PARTS]), *more])
@@ -158,7 +171,12 @@ def show(value: Any, depth: int = 2) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 512:
         return f"an integer of {value.bit_length()} bits"
-    return repr(value[:SHOWN]) if isinstance(value, (str, bytes)) else repr(value)
+    if isinstance(value, range):
+        return f"range({', '.join(show(end) for end in (value.start, value.stop, value.step))})"
+    try:
+        return repr(value[:SHOWN]) if isinstance(value, (str, bytes)) else repr(value)[:SHOWN]
+    except Exception:  # noqa: BLE001 whatever the row holds
+        return f"a {type(value).__name__}"
 
 
 # ---------------------------------------------------------------------------------------------------- shapes
@@ -175,6 +193,15 @@ def read_tests(columns: Mapping[str, Any], field: str, prompt: str) -> Sequence[
     Raises:
         UnreadableTestsError: there are none, or they cannot be read.
     """
+    try:
+        return _read(columns, field, prompt)
+    except UnreadableTestsError:
+        raise
+    except (ValueError, RecursionError) as error:  # values that were no JSON: integers past Python's limit, deep lists
+        raise UnreadableTestsError(f"cannot be read: {error}") from error
+
+
+def _read(columns: Mapping[str, Any], field: str, prompt: str) -> Sequence[Test]:
     value = columns.get(field)
     if isinstance(value, str):
         value = _decode(value)
@@ -192,15 +219,42 @@ def read_tests(columns: Mapping[str, Any], field: str, prompt: str) -> Sequence[
 
 
 def check_arguments(tests: Sequence[Test]) -> None:
-    """Raise UnreadableTestsError for inputs that no room takes: too large, or nested too deeply."""
+    """Raise UnreadableTestsError for what no room takes or gives: too large, or nested too deeply."""
     for test in tests:
-        if isinstance(test, StdinTest) and max(len(test.stdin.encode()), len(json.dumps(test.stdin)) // 2) > MAX_STDIN:
-            _refuse(f"has an input of more than {MAX_STDIN >> 20} MiB, which no room takes")
+        if isinstance(test, StdinTest):
+            _check_texts(test)
         if isinstance(test, CallTest):
-            try:
-                values.encode(list(test.args))
-            except values.NotPlainError as error:
-                raise UnreadableTestsError(f"has for {test.function} {error}") from error
+            _check_values(test)
+
+
+def _check_texts(test: StdinTest) -> None:
+    if max(len(test.stdin.encode("utf-8", "replace")), len(json.dumps(test.stdin)) // 2) > MAX_STDIN:
+        _refuse(f"has an input of more than {MAX_STDIN >> 20} MiB, which no room takes")
+    if len(test.expected.strip().encode("utf-8", "replace")) > MAX_STDOUT:
+        _refuse(f"expects an output of more than {MAX_STDOUT >> 20} MiB, which no program may print")
+
+
+def _check_values(test: CallTest) -> None:
+    try:
+        _travels(list(test.args))
+    except values.NotPlainError as error:
+        raise UnreadableTestsError(f"has for {test.function} {error}") from error
+    refused = [why for expected in test.accepted if (why := _why_it_stays(expected))]
+    if len(refused) == len(test.accepted):
+        _refuse(f"expects of {test.function} {refused[0]}")
+
+
+def _travels(value: Any) -> None:
+    """Raise NotPlainError unless the value fits into an order or an answer."""
+    values.dumps([values.encode(value), " " * ENVELOPE])
+
+
+def _why_it_stays(value: Any) -> str:
+    try:
+        _travels(value)
+        return ""
+    except values.NotPlainError as error:
+        return str(error)
 
 
 def _refuse(why: str) -> NoReturn:
@@ -309,9 +363,9 @@ def _call_of_lines(function: str, given: str, wanted: Any) -> Test:
 
 
 def _lines(value: Any) -> str:
-    """Text for standard input or output: a text, or a list of lines."""
+    """Text for standard input or output: a text, or a list of lines, with their line feeds or without."""
     if isinstance(value, (list, tuple)):
-        return "\n".join(_line(part) for part in value)
+        return "\n".join(_line(part).removesuffix("\n").removesuffix("\r") for part in value)
     return _line(value)
 
 
@@ -325,7 +379,7 @@ def _read_cases(cases: Sequence[Mapping[str, Any]], columns: Mapping[str, Any]) 
     """LiveCodeBench."""
     tests: list[Test] = []
     for case in cases:
-        given, wanted, kind = case.get("input"), case.get("output"), case.get("testtype", "stdin")
+        given, wanted, kind = case.get("input"), case.get("output"), case.get("testtype") or "stdin"
         if given is None or wanted is None:
             _refuse(f"has a test without 'input' or 'output'; its keys: {', '.join(map(str, case)) or 'none'}")
         if kind == "functional":
@@ -352,8 +406,8 @@ def _function_name(columns: Mapping[str, Any]) -> str:
 
 
 def _identifier(name: Any) -> str:
-    """A function's name; `Solution().f` is `f`."""
-    short = str(name).removeprefix("Solution().")
+    """A function's name; `Solution().f` and `Solution.f` are `f`."""
+    short = re.sub(r"^Solution(\(\))?\.", "", str(name))
     return short if short.isidentifier() else _refuse(f"calls {show(name)}, which is no function's name")
 
 
@@ -361,16 +415,9 @@ def _checked(tests: Sequence[Test]) -> Sequence[Test]:
     """The tests, unless there are none or a program that does nothing would pass them all."""
     if not tests:
         _refuse("has no tests")
-    if all(_is_idle(test) for test in tests):
+    if all(test.idle for test in tests):
         _refuse("expects nothing but empty output, which a program that does nothing prints")
     return tests
-
-
-def _is_idle(test: Test) -> bool:
-    """Printing nothing, or returning None, passes."""
-    if isinstance(test, StdinTest):
-        return not test.expected.strip()
-    return isinstance(test, CallTest) and None in test.accepted
 
 
 # ---------------------------------------------------------------------------------------------------- test source
@@ -384,7 +431,7 @@ def _read_asserts(asserts: Sequence[str], columns: Mapping[str, Any], prompt: st
         tree = _parsed(source)
         if not _asserts(tree):
             _refuse(f"has the test {show(source)}, which asserts nothing")
-        tests.append(_source_test(f"{setup}\n{source}" if setup else source, imports, prompt, ""))
+        tests.append(_source_test(_joined(setup, source), imports, prompt, ""))
     return tests
 
 
@@ -397,12 +444,12 @@ def _read_source(source: str, columns: Mapping[str, Any], prompt: str) -> Sequen
         if not columns.get("entry_point"):
             _refuse("defines check(candidate), and column 'entry_point' does not say which function that is")
         entry_point = _identifier(columns["entry_point"])
-        asserts = any(isinstance(node, (ast.Assert, ast.Raise)) for node in ast.walk(tree))
+        asserts = any(isinstance(node, _FAILS) for node in ast.walk(tree))
     else:
         asserts = _asserts(tree)
     if not asserts:
         _refuse("is source that asserts nothing when it runs")
-    return [_source_test(f"{setup}\n{source}" if setup else source, imports, prompt, entry_point)]
+    return [_source_test(_joined(setup, source), imports, prompt, entry_point)]
 
 
 def _setup(columns: Mapping[str, Any]) -> tuple[str, str]:
@@ -425,18 +472,43 @@ def _unparse(nodes: Sequence[ast.stmt]) -> str:
     return "\n".join(ast.unparse(node) for node in nodes)
 
 
-def _asserts(node: ast.AST) -> bool:
-    """An assert that runs when the source does, not inside a function that nobody calls."""
-    skipped = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-    return isinstance(node, ast.Assert) or any(
-        _asserts(child) for child in ast.iter_child_nodes(node) if not isinstance(child, skipped)
-    )
+def _joined(*sources: str) -> str:
+    """The sources one below another; what they import from __future__ first, where alone Python takes it."""
+    parts = [source for source in sources if source]
+    trees = [_parsed(part).body for part in parts]
+    if not any(_is_future(node) for body in trees for node in body):
+        return "\n".join(parts)
+    return _unparse(sorted((node for body in trees for node in body), key=lambda node: not _is_future(node)))
+
+
+def _is_future(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
+
+
+_FAILS = (ast.Assert, ast.Raise)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _asserts(tree: ast.Module) -> bool:
+    """An assert that runs when the source does: in the module's own code, or in functions that such code names."""
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)}
+    running: list[ast.AST] = [tree]
+    while running:
+        node = running.pop()
+        if isinstance(node, _FAILS):
+            return True
+        named = functions.pop(node.id, None) if isinstance(node, ast.Name) else None
+        named = functions.pop(node.attr, None) if isinstance(node, ast.Attribute) else named
+        inner = ast.iter_child_nodes(node)
+        running += [child for child in inner if not isinstance(child, (*_FUNCTIONS, ast.Lambda))]
+        running += named.body if named else []
+    return False
 
 
 @functools.lru_cache(maxsize=512)  # all answers to a prompt meet the same few tests
 def _source_test(source: str, imports: str, prompt: str, entry_point: str) -> SourceTest:
     code = prompt_code(prompt)
-    helpers = "\n".join(part for part in (imports, helpers_of(code)) if part)
+    helpers = _joined(imports, helpers_of(code))
     read = _names(source, _reads) - _names(source, _binds) - _names(helpers, _binds)
     nodes = list(ast.walk(_parsed(source)))
     modules = {name for name in read & sys.stdlib_module_names if _only_as_module(name, nodes)}

@@ -11,7 +11,7 @@ ends does not trip over it.
 
 A request:  {"do": "call" | "get" | "set", "path": [name or handle, attribute, ...], "args": [...], "kwargs": {...}}
 An answer:  {"value": V, "changed": {position: V}} | {"method": true} | {"raised": [[class names], args]} | {"refused": why}
-Tests say:  a request | {"verdict": "" for passed, else why not}
+Tests say:  a request | {"verdict": "" for passed, else why not, "untestable": the fault is the tests' own}
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import dis
 import gc
+import io
 import linecache
 import os
 import random
@@ -28,14 +30,16 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 from palingenesis.rl.sandbox.inside import values
 
 _Exit = os._exit
 _MUTABLE = (list, dict, set)
+_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 _read, _write = os.read, os.write
+_collect, _all_objects = gc.collect, gc.get_objects
 
 
 class Channel:
@@ -87,7 +91,9 @@ def run(order: Mapping[str, Any], channel: Channel, folder: str) -> NoReturn:
 
 def _script(order: Mapping[str, Any], channel: Channel) -> None:
     channel.close()
-    _load(_module("__main__"), order)
+    namespace = _module("__main__")
+    _execute(order["prelude"], "prelude.py", namespace)
+    _execute(order["source"], sys.argv[0], namespace)
 
 
 def _module(name: str) -> dict[str, Any]:
@@ -99,15 +105,11 @@ def _module(name: str) -> dict[str, Any]:
     return module.__dict__
 
 
-def _load(namespace: dict[str, Any], order: Mapping[str, Any]) -> None:
-    for part in ("prelude", "source"):
-        _execute(order[part], "prelude.py" if part == "prelude" else sys.argv[0], namespace)
-
-
-def _execute(source: str, file: str, namespace: dict[str, Any]) -> None:
-    if source:
-        linecache.cache[file] = (len(source), None, source.splitlines(True), file)  # so that tracebacks show lines
-        exec(compile(source, file, "exec", dont_inherit=True), namespace)
+def _execute(source: str, file: str, namespace: dict[str, Any]) -> CodeType:
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)  # so that tracebacks show lines
+    code = compile(source, file, "exec", dont_inherit=True)
+    exec(code, namespace)
+    return code
 
 
 def _outcome(work: Callable[[], None]) -> int:
@@ -147,17 +149,35 @@ def _complain(text: str) -> None:
 
 
 def _finish(code: int) -> NoReturn:
-    """End as the interpreter does: threads, exit handlers, buffers; but without taking the modules apart."""
-    try:
-        _join_threads()
-        _run_exit_handlers()
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not stream.closed:
-                stream.flush()
-    except BaseException as error:  # noqa: BLE001 the program's handlers and streams
-        _report(error)
-        code = code or 120
+    """End as the interpreter does: threads, exit handlers, buffers, the program's own objects; other modules stay whole."""
+    for step in (_join_threads, _run_exit_handlers, _flush, _flush_files, _forget_program, _flush):
+        try:
+            step()
+        except BaseException as error:  # noqa: BLE001 the program's handlers, streams and destructors
+            _report(error)
+            code = code or 120
     _Exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
+
+
+def _flush_files() -> None:
+    """Write what is in the buffers of files left open: text into bytes, then bytes. A collection ends them in any order."""
+    files = [found for found in _all_objects() if type(found) in _FILES]
+    for file in sorted(files, key=lambda file: _FILES.index(type(file))):
+        with contextlib.suppress(Exception):  # closed, or over something of the program's own
+            file.flush()
+
+
+def _forget_program() -> None:
+    """Let go of the program's module: `__del__` is called, with its globals still there."""
+    sys.modules.pop("__main__", None)
+    _collect()
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # what it put there instead has gone with it
 
 
 _join_threads: Callable[[], None] = threading._shutdown  # type: ignore[attr-defined]
@@ -169,11 +189,39 @@ _run_exit_handlers: Callable[[], None] = atexit._run_exitfuncs
 
 def _serve(order: Mapping[str, Any], channel: Channel) -> None:
     namespace = _module("solution")
-    _load(namespace, order)
+    _execute(order["prelude"], "prelude.py", namespace)
+    before = dict(namespace)
+    names = Names(namespace, before, _execute(order["source"], sys.argv[0], namespace))
     objects = Objects("solution")
     request = values.loads(order["request"])
     while True:
-        request = channel.ask(_answer(request, namespace, objects))
+        answer = _answer(request, names, objects)
+        try:
+            request = channel.ask(answer)
+        except values.NotPlainError as error:  # within the limit of a value, and as text beyond that of a message
+            request = channel.ask({"refused": str(error)})
+
+
+class Names:
+    """What the source itself defines. The prelude's imports are not: `gcd` of an answer that is empty is no answer."""
+
+    def __init__(self, namespace: Mapping[str, Any], before: Mapping[str, Any], code: CodeType) -> None:
+        self._namespace, self._before, self._code = namespace, before, code
+
+    def function(self, name: str) -> Any:
+        """A function or class of the module's; None when it defines none of that name."""
+        found = self._namespace.get(name)
+        own = found is not self._before.get(name) or self._binds(name)
+        return found if own and callable(found) else None
+
+    def method(self, name: str) -> Any:
+        """A method of `Solution`, bound to a new one; None when there is none."""
+        solution = self.function("Solution")
+        return getattr(solution(), name) if callable(getattr(solution, name, None)) else None
+
+    def _binds(self, name: str) -> bool:
+        """The source binds the name to what it was before: `from math import gcd`."""
+        return any(one.opname == "STORE_NAME" and one.argval == name for one in dis.get_instructions(self._code))
 
 
 class Objects:
@@ -196,7 +244,7 @@ class Objects:
         return self._known[number]
 
 
-def _answer(request: Mapping[str, Any], namespace: Mapping[str, Any], objects: Objects) -> dict[str, Any]:
+def _answer(request: Mapping[str, Any], names: Names, objects: Objects) -> dict[str, Any]:
     number = objects.number if request.get("handles") else values.refuse
 
     def decoded(data: Any) -> Any:
@@ -206,11 +254,11 @@ def _answer(request: Mapping[str, Any], namespace: Mapping[str, Any], objects: O
     kwargs = {name: decoded(value) for name, value in request["kwargs"].items()}
     try:
         *path, last = request["path"]
-        target = _target(path, namespace, objects) if path else None
+        target = _target(path, names, objects) if path else None
         if request["do"] == "set":
             setattr(target, last, args[0])
             return {"value": None, "changed": {}}
-        found = getattr(target, last) if path else _target([last], namespace, objects)
+        found = getattr(target, last) if path else _target([last], names, objects, request.get("method_first", False))
         if request["do"] == "get":
             if callable(found):
                 return {"method": True}
@@ -231,17 +279,16 @@ def _answer(request: Mapping[str, Any], namespace: Mapping[str, Any], objects: O
         return {"refused": str(error)}
 
 
-def _target(path: list[Any], namespace: Mapping[str, Any], objects: Objects) -> Any:
-    """A handle's object or a module-level callable or a method of `Solution`, and then attributes."""
+def _target(path: list[Any], names: Names, objects: Objects, method_first: bool = False) -> Any:
+    """A handle's object or a function of the module or a method of its `Solution`, and then attributes."""
     first, *rest = path
     if type(first) is int:
         found = objects.get(first)
-    elif callable(namespace.get(first)):
-        found = namespace[first]
-    elif isinstance(namespace.get("Solution"), type) and callable(getattr(namespace["Solution"], first, None)):
-        found = getattr(namespace["Solution"](), first)
     else:
-        raise NameError(f"name {first!r} is not defined")
+        ways = (names.method, names.function) if method_first else (names.function, names.method)
+        found = next((found for way in ways if (found := way(first)) is not None), None)
+        if found is None:
+            raise NameError(f"name {first!r} is not defined")
     for name in rest:
         found = getattr(found, name)
     return found
@@ -264,8 +311,24 @@ def _last_line(error: Exception) -> str:
 # ------------------------------------------------------------------------------------------- running tests over proxies
 
 
+class Untestable(Exception):
+    """The tests cannot be run here, whatever the program is."""
+
+    __module__ = "builtins"  # it is shown by its bare name
+
+
+_theirs: list[Exception] = []  # what the program raised
+
+
+def _is_ours(error: Exception) -> bool:
+    """The tests are at fault, and no program could make it seem so: they import what is not here, or what they pass can
+    never reach a program."""
+    return isinstance(error, (Untestable, ImportError)) and all(error is not one for one in _theirs)
+
+
 def _test(order: Mapping[str, Any], channel: Channel) -> None:
     namespace = _module("tests")
+    verdict, untestable = "", False
     try:
         _execute(order["helpers"], "helpers.py", namespace)
         for name in order["names"]:
@@ -273,11 +336,10 @@ def _test(order: Mapping[str, Any], channel: Channel) -> None:
         _execute(order["tests"], "tests.py", namespace)
         if order["entry_point"]:
             namespace["check"](Proxy(channel, [order["entry_point"]]))
-        verdict = ""
     except Exception as error:  # noqa: BLE001 a failed test; what is not an Exception ends the process, and fails too
         _report(error)
-        verdict = _where(error) or "failed"
-    channel.ask({"verdict": verdict})
+        verdict, untestable = _where(error) or "failed", _is_ours(error)
+    channel.ask({"verdict": verdict, "untestable": untestable})
 
 
 def _where(error: Exception) -> str:
@@ -350,7 +412,8 @@ def _ask(proxy: Proxy, do: str, path: list[Any], args: tuple[Any, ...] = (), kwa
     def outgoing(value: Any) -> Any:
         if type(value) is Handle:
             return vars(value)["_path"][0]
-        raise values.NotPlainError(f"the tests pass a {type(value).__name__} to the program, not a plain value")
+        told = f"the tests pass a {type(value).__name__} to the program, not a plain value"
+        raise values.NotPlainError(told) if type(value) is Proxy else Untestable(told)
 
     request = {
         "do": do,
@@ -361,7 +424,9 @@ def _ask(proxy: Proxy, do: str, path: list[Any], args: tuple[Any, ...] = (), kwa
     }
     answer = channel.ask(request)
     if "raised" in answer:
-        raise _nearest(answer["raised"])
+        error = _nearest(answer["raised"])
+        _theirs.append(error)
+        raise error
     if "refused" in answer:
         raise TypeError(f"{path[-1]}: {answer['refused']}")
     if "method" in answer:

@@ -28,6 +28,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _SECCOMP_MODE_FILTER = 2
 NOBODY = 65534  # the user that programs become
+THREAD_STACK_MB = 512  # of address space: what programs that recurse deeply ask for with threading.stack_size
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MIB = 2**20
 _SET_FLAGS = 0x40086602  # FS_IOC_SETFLAGS: what chattr sets
@@ -190,7 +191,7 @@ def confine(settings: Mapping[str, Any], parent: int) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
     ]
     if settings["watch"]:
-        limits.append((resource.RLIMIT_AS, settings["memory_mb"] * _MIB))
+        limits.append((resource.RLIMIT_AS, (settings["memory_mb"] + THREAD_STACK_MB) * _MIB))
     if settings["user_processes"]:
         limits.append((resource.RLIMIT_NPROC, settings["user_processes"]))
     for what, most in limits:

@@ -26,6 +26,7 @@ import json
 import os
 import select
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -46,6 +47,7 @@ HOST = 30.0  # seconds an answer may take: the host's, and those of the other ro
 SWEEP = 10.0  # seconds in which everything killed must be gone
 
 _IN, _OUT = 0, 1
+_DEADLINE = struct.Struct("d")  # of one size, since many may wait in the pipe when it is read
 
 # What programs commonly import; here once, shared by every fork.
 WARM = (
@@ -152,10 +154,11 @@ def _watch(life: int, supervisor: int) -> int:
             continue
         if _IN in events:
             return FAULT
-        said = os.read(life, 64)
+        said = os.read(life, 512 * _DEADLINE.size)
         if not said:
             break
-        latest = float(said.split()[-1]) + GRACE
+        (deadline,) = _DEADLINE.unpack(said[-_DEADLINE.size :])
+        latest = deadline + GRACE
     status = os.waitpid(supervisor, 0)[1]
     if os.WIFSIGNALED(status):
         return BROKE
@@ -321,7 +324,7 @@ class Supervisor:
         return self._deadline + (HOST if self._asked else 0.0) - time.monotonic()
 
     def _tell_deadline(self) -> None:
-        os.write(self._life, f"{self._deadline + HOST} ".encode("ascii"))
+        os.write(self._life, _DEADLINE.pack(self._deadline + HOST))
 
     def _hear(self) -> None:
         part = _read_some(self._questions)
