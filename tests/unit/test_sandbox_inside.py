@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import os
 import subprocess
@@ -133,11 +134,12 @@ def decide(machine: str, number: int, *arguments: int, architecture: int = 0) ->
         code, if_true, if_false, k = program[at]
         at += 1
         if code == limits._RETURN:
-            return {limits._ALLOW: "allow", limits._EPERM: "refuse", limits._ENOSYS: "unknown"}[k]
+            ends = {limits.ALLOW: "allow", limits.fail(errno.EPERM): "refuse", limits.fail(errno.ENOSYS): "unknown"}
+            return ends[code, 0, 0, k]
         if code == limits._LOAD:
             value = data.get(k, 0)
         else:
-            test = {limits._EQUAL: value == k, limits._AT_LEAST: value >= k, limits._ANY_BIT: bool(value & k)}[code]
+            test = {limits.EQUAL: value == k, limits._AT_LEAST: value >= k, limits._ANY_BIT: bool(value & k)}[code]
             at += if_true if test else if_false
 
 

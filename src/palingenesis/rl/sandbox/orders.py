@@ -141,7 +141,7 @@ async def _relay(job: Check, tests: Talk, program: Talk) -> tuple[Status, str]:
 
 
 def _verdict(said: Mapping[str, Any], used: bool) -> tuple[Status, str]:
-    if said["untestable"]:
+    if said.get("untestable"):
         return Status.UNAVAILABLE, f"the tests cannot be run here: {said['verdict']}"
     if said["verdict"]:
         return Status.FAILED, said["verdict"]
