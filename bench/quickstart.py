@@ -15,6 +15,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from record import record
 
@@ -22,15 +23,29 @@ from palingenesis.rl import RLConfig, RLTrainer
 
 CONFIG = Path(__file__).parents[1] / "configs" / "rl_quickstart.yaml"
 
+Evaluation = dict[str, Any]  # a line of eval.jsonl
 
-def run(folder: Path, overrides: list[str]) -> tuple[float, float, float]:
-    """Accuracy before, after, and seconds."""
-    config = RLConfig.from_yaml(CONFIG, [*overrides, "--train.output_dir", str(folder)])
+
+def run(config: Path, folder: Path, overrides: list[str]) -> tuple[Evaluation, Evaluation, float]:
+    """The evaluations before the first step and after the last one, and seconds."""
+    options = RLConfig.from_yaml(config, [*overrides, "--train.output_dir", str(folder)])
     began = time.perf_counter()
-    RLTrainer(config).train()
+    RLTrainer(options).train()
     seconds = time.perf_counter() - began
     evals = [json.loads(line) for line in (folder / "eval.jsonl").read_text(encoding="utf-8").splitlines()]
-    return evals[0]["reward"], evals[-1]["reward"], seconds
+    return evals[0], evals[-1], seconds
+
+
+def seeded(overrides: list[str], seed: int) -> list[str]:
+    return [*overrides, "--train.seed", str(seed), "--data.seed", str(seed)]
+
+
+def arguments(description: str | None) -> tuple[int, list[str]]:
+    """The number of seeds, and overrides of the config."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    args, overrides = parser.parse_known_args()
+    return args.seeds, overrides
 
 
 def shuffled(source: str, target: Path) -> None:
@@ -43,26 +58,21 @@ def shuffled(source: str, target: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    args, overrides = parser.parse_known_args()
+    seeds, overrides = arguments(__doc__)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        results = [
-            run(folder / f"seed{seed}", [*overrides, "--train.seed", str(seed), "--data.seed", str(seed)])
-            for seed in range(args.seeds)
-        ]
+        results = [run(CONFIG, folder / f"seed{seed}", seeded(overrides, seed)) for seed in range(seeds)]
         rows = folder / "shuffled.jsonl"
         shuffled(RLConfig.from_yaml(CONFIG).data.dataset, rows)
-        _, after_shuffled, _ = run(folder / "shuffled", [*overrides, "--data.dataset", str(rows)])
+        _, after_shuffled, _ = run(CONFIG, folder / "shuffled", [*overrides, "--data.dataset", str(rows)])
     before, after, seconds = zip(*results, strict=True)
     record(
         "quickstart",
         {
-            "accuracy_before": list(before),
-            "accuracy_after": list(after),
+            "accuracy_before": [evaluation["reward"] for evaluation in before],
+            "accuracy_after": [evaluation["reward"] for evaluation in after],
             "train_seconds": [round(s, 1) for s in seconds],
-            "accuracy_after_shuffled_rewards": after_shuffled,
+            "accuracy_after_shuffled_rewards": after_shuffled["reward"],
         },
     )
 

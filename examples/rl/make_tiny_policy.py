@@ -19,11 +19,11 @@ later. The weights are stored in bfloat16, and the accuracies printed last are t
 import argparse
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from prepare_addition import Pair, Split, row, split_pairs
+from prepare_addition import Pair, row, split_pairs
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -43,23 +43,24 @@ MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", 
 WORDS = ("system", "user", "assistant", "\\boxed")
 
 TEMPLATE = Path(__file__).with_name("tiny_chat_template.jinja")
-OUT = Path(__file__).parents[2] / "src" / "palingenesis" / "rl" / "policy" / "builtin" / "tiny"
+BUILTIN = Path(__file__).parents[2] / "src" / "palingenesis" / "rl" / "policy" / "builtin"
 BOX = re.compile(r"\\boxed\{(\d+)\}")
 
+# A conversation in parts: token ids, and whether the policy says them and is trained on them.
+Example = list[tuple[list[int], bool]]
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes are tokens 0..255, WORDS follow, the added tokens close the vocabulary. BPE without merges: `ignore_merges`
-    lets a pre-token that is in the vocabulary (a word) be one token, everything else falls apart into its bytes."""
+
+def build_tokenizer(words: Sequence[str], template: str) -> PreTrainedTokenizerFast:
+    """Bytes are tokens 0..255, the words follow, the added tokens close the vocabulary. BPE without merges:
+    `ignore_merges` lets a pre-token that is in the vocabulary (a word) be one token, everything else falls apart into
+    its bytes. Where two words begin at the same place, the one named first is taken."""
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {piece: index for index, piece in enumerate([*alphabet, *WORDS])}
+    pieces = [*alphabet, *(as_bytes.pre_tokenize_str(word)[0][0] for word in words)]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
-    words = Regex("|".join(re.escape(word) for word in WORDS))
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(words, behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    any_word = Regex("|".join(re.escape(word) for word in words))
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(any_word, behavior="isolated"), as_bytes])
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
     core.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])
@@ -70,7 +71,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
-        chat_template=TEMPLATE.read_text(encoding="utf-8"),
+        chat_template=template,
     )
 
 
@@ -105,17 +106,19 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, pair: Pair) -> list[int]:
     return ids
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[Pair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input ids and labels of whole examples, padded on the right; -100 marks what is not trained on."""
-    inputs, labels = [], []
-    for pair in pairs:
-        prompt = prompt_ids(tokenizer, pair)
-        completion = [*tokenizer.encode(answer(pair)), tokenizer.eos_token_id]
-        inputs.append(torch.tensor(prompt + completion))
-        labels.append(torch.tensor([-100] * len(prompt) + completion))
+def example(tokenizer: PreTrainedTokenizerFast, pair: Pair) -> Example:
+    completion = [*tokenizer.encode(answer(pair)), tokenizer.eos_token_id]
+    return [(prompt_ids(tokenizer, pair), False), (completion, True)]
+
+
+def encode(examples: list[Example], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input ids and labels, padded on the right; -100 marks what is not trained on."""
+    inputs = [[token for ids, _ in parts for token in ids] for parts in examples]
+    labels = [[token if said else -100 for ids, said in parts for token in ids] for parts in examples]
     pad = torch.nn.utils.rnn.pad_sequence
-    return pad(inputs, batch_first=True, padding_value=tokenizer.pad_token_id), pad(
-        labels, batch_first=True, padding_value=-100
+    return (
+        pad([torch.tensor(ids) for ids in inputs], batch_first=True, padding_value=padding),
+        pad([torch.tensor(ids) for ids in labels], batch_first=True, padding_value=-100),
     )
 
 
@@ -156,9 +159,9 @@ def batches(count: int) -> Iterator[torch.Tensor]:
             yield order[start : start + BATCH]
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, split: Split) -> None:
-    """Steps until the greedy accuracy on the held-out pairs is within TOLERANCE of TARGET."""
-    inputs, labels = encode(tokenizer, split.supervised)
+def train(model: Qwen3ForCausalLM, examples: list[Example], accuracy: Callable[[], float], target: float) -> None:
+    """Steps until the accuracy is within TOLERANCE of the target."""
+    inputs, labels = encode(examples, model.config.pad_token_id)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     for step, chosen in enumerate(batches(len(inputs)), start=1):
         for group in optimizer.param_groups:
@@ -169,12 +172,17 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, split: Sp
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 0:
-            accuracy = greedy_accuracy(model, tokenizer, split.held_out)
-            print(f"step {step}  loss {loss.item():.3f}  held-out accuracy {accuracy:.3f}", flush=True)
-            if abs(accuracy - TARGET) <= TOLERANCE:
+            reached = accuracy()
+            print(f"step {step}  loss {loss.item():.3f}  held-out accuracy {reached:.3f}", flush=True)
+            if abs(reached - target) <= TOLERANCE:
                 return
         if step == MAX_STEPS:
-            raise SystemExit(f"no accuracy near {TARGET} in {MAX_STEPS} steps")
+            raise SystemExit(f"no accuracy near {target} in {MAX_STEPS} steps")
+
+
+def store(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
 def describe(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[Pair]) -> None:
@@ -193,16 +201,16 @@ def main(out: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     split = split_pairs()
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(WORDS, TEMPLATE.read_text(encoding="utf-8"))
     model = build_model(tokenizer)
-    train(model, tokenizer, split)
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    examples = [example(tokenizer, pair) for pair in split.supervised]
+    train(model, examples, lambda: greedy_accuracy(model, tokenizer, split.held_out), TARGET)
+    store(model, tokenizer, out)
     print(f"trained in {time.monotonic() - started:.0f} s; stored in {out}")
     describe(Qwen3ForCausalLM.from_pretrained(out, dtype=torch.float32), tokenizer, split.held_out)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=OUT, help="folder to write the model to")
+    parser.add_argument("--out", type=Path, default=BUILTIN / "tiny", help="folder to write the model to")
     main(parser.parse_args().out)

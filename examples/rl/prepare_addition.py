@@ -12,6 +12,7 @@ but the hash: no seed, no platform, no library version. Run it to write data/add
 import argparse
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Split:
-    """Ordered pairs (a, b), each list in hashed order: 500 held out, 1976 supervised, 5138 for RL."""
+    """Ordered pairs (a, b), each list in hashed order. Of the sums: 500 held out, 1976 supervised, 5138 for RL."""
 
     held_out: list[Pair]
     supervised: list[Pair]
@@ -47,15 +48,17 @@ def row(pair: Pair) -> dict[str, str]:
     return {"prompt": f"{a} + {b} = ?", "answer": str(a + b)}
 
 
-def render(pairs: list[Pair]) -> str:
-    return "".join(json.dumps(row(pair)) + "\n" for pair in pairs)
+def write_rows(folder: Path, **files: Iterable[dict[str, str]]) -> None:
+    """`<folder>/<name>.jsonl` for each name, a row a line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8", newline="\n")
 
 
 def write(folder: Path) -> None:
     split = split_pairs()
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, pairs in (("train", split.rl), ("heldout", split.held_out)):
-        (folder / f"{name}.jsonl").write_text(render(pairs), encoding="utf-8", newline="\n")
+    write_rows(folder, train=map(row, split.rl), heldout=map(row, split.held_out))
 
 
 def _digest(pair: Pair) -> str:

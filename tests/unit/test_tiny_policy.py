@@ -1,12 +1,15 @@
-"""The packaged policy and its data: what the quickstart, the end-to-end tests and vLLM rely on.
+"""The packaged policies and the data of `tiny`: what the quickstart, the end-to-end tests and vLLM rely on.
 
-Accuracies are bands, not figures: the weights are fixed, but another machine's kernels may flip a close argmax.
+What both policies share is tested on both; what only `tiny-tools` has is in test_tiny_tools.py. Accuracies are bands,
+not figures: the weights are fixed, but another machine's kernels may flip a close argmax.
 """
 
 import importlib.util
 import json
 import re
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +21,8 @@ transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "rl"
-TINY = ROOT / "src" / "palingenesis" / "rl" / "policy" / "builtin" / "tiny"
+BUILTIN = ROOT / "src" / "palingenesis" / "rl" / "policy" / "builtin"
+TINY = BUILTIN / "tiny"
 BOX = re.compile(r"\\boxed\{(-?\d+)\}")
 
 TOOLS = [
@@ -58,6 +62,17 @@ def load_example(name: str) -> ModuleType:
 @pytest.fixture(scope="module")
 def prepare() -> ModuleType:
     return load_example("prepare_addition")
+
+
+@pytest.fixture(scope="module", params=["tiny", "tiny-tools"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    return BUILTIN / str(request.param)
+
+
+@pytest.fixture(scope="module")
+def each(folder: Path) -> Any:
+    """The tokenizer of each packaged policy."""
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +119,8 @@ def test_answers_are_the_sums(heldout: list[dict[str, str]]) -> None:
 # ---- folder
 
 
-def test_folder_is_complete_and_small() -> None:
-    names = {path.name for path in TINY.iterdir()}
+def test_folder_is_complete_and_small(folder: Path) -> None:
+    names = {path.name for path in folder.iterdir()}
     assert names == {
         "config.json",
         "generation_config.json",
@@ -114,11 +129,23 @@ def test_folder_is_complete_and_small() -> None:
         "tokenizer_config.json",
         "chat_template.jinja",
     }
-    assert sum(path.stat().st_size for path in TINY.iterdir()) <= 4_000_000
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 4_000_000
 
 
-def test_config_is_one_vllm_loads_unchanged(tokenizer: Any) -> None:
-    config = json.loads((TINY / "config.json").read_text())
+def test_folder_is_in_the_wheel(folder: Path) -> None:
+    """hatch packs every file below `packages` that git does not ignore."""
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert packages == {"packages": ["src/palingenesis"]}
+    if not (ROOT / ".git").exists():
+        pytest.skip("no git checkout")
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--no-index", *map(str, folder.iterdir())], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (ignored.returncode, ignored.stdout) == (1, "")  # 1: none is
+
+
+def test_config_is_one_vllm_loads_unchanged(folder: Path, each: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["model_type"] == "qwen3"
     assert config["head_dim"] == 64
@@ -128,13 +155,13 @@ def test_config_is_one_vllm_loads_unchanged(tokenizer: Any) -> None:
     assert config["dtype"] == "bfloat16"
     assert config["max_position_embeddings"] >= 1024
     assert config["vocab_size"] % 64 == 0
-    assert config["vocab_size"] >= len(tokenizer)
-    assert (config["eos_token_id"], config["pad_token_id"]) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert config["vocab_size"] >= len(each)
+    assert (config["eos_token_id"], config["pad_token_id"]) == (each.eos_token_id, each.pad_token_id)
 
 
-def test_generation_config_is_plain_sampling(tokenizer: Any) -> None:
-    config = json.loads((TINY / "generation_config.json").read_text())
-    assert config["eos_token_id"] == tokenizer.eos_token_id
+def test_generation_config_is_plain_sampling(folder: Path, each: Any) -> None:
+    config = json.loads((folder / "generation_config.json").read_text())
+    assert config["eos_token_id"] == each.eos_token_id
     assert (config["temperature"], config["top_k"], config["top_p"]) == (1.0, 0, 1.0)
 
 
@@ -148,21 +175,22 @@ def test_generation_config_is_plain_sampling(tokenizer: Any) -> None:
         "Grüße, Ωmega, 你好, नमस्ते, 👩‍👩‍👧‍👦\u200b\ufeff\ufffd",
         "  two  spaces\t\r\n\n tab ",
         "the user's system assistant \\boxed{\\boxed{1}} user",
+        'system\nuser\nassistant\n Tools:\n\n{"name": "calculator", "arguments": {"expression": " * "}}\n = ? calculators',
         "".join(chr(code) for code in range(0x80, 0x20000, 61) if not 0xD800 <= code < 0xE000),
         '<tool_call>\n{"name": "add"}\n</tool_call><think></think><|im_start|>',
         "",
     ],
 )
-def test_any_text_round_trips(tokenizer: Any, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+def test_any_text_round_trips(each: Any, text: str) -> None:
+    assert each.decode(each.encode(text, add_special_tokens=False)) == text
 
 
-def test_special_tokens_are_qwen3s(tokenizer: Any) -> None:
-    added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
+def test_special_tokens_are_qwen3s(each: Any) -> None:
+    added = {str(token): token.special for token in each.added_tokens_decoder.values()}
     control = {"<|endoftext|>": True, "<|im_start|>": True, "<|im_end|>": True}
     markup = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
     assert added == control | dict.fromkeys(markup, False)
-    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.padding_side) == ("<|im_end|>", "<|endoftext|>", "left")
+    assert (each.eos_token, each.pad_token, each.padding_side) == ("<|im_end|>", "<|endoftext|>", "left")
 
 
 def test_digits_are_tokens_and_a_prompt_is_short(tokenizer: Any) -> None:
@@ -181,22 +209,22 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], **kwargs: Any) -> str
     return text
 
 
-def test_a_prompt_without_a_system_message_has_no_system_turn(tokenizer: Any) -> None:
-    text = render(tokenizer, [{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+def test_a_prompt_without_a_system_message_has_no_system_turn(each: Any) -> None:
+    text = render(each, [{"role": "user", "content": "Hi"}], add_generation_prompt=True)
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("first", [0, 1])
-def test_template_is_prefix_preserving(tokenizer: Any, tools: Any, first: int) -> None:
+def test_template_is_prefix_preserving(each: Any, tools: Any, first: int) -> None:
     """Cuts are between turns; tool results that follow each other are one turn."""
     messages = CONVERSATION[first:]
-    whole = render(tokenizer, messages, tools=tools)
+    whole = render(each, messages, tools=tools)
     for end in range(1, len(messages)):
         if messages[end - 1]["role"] == messages[end]["role"] == "tool":
             continue
         answered = messages[end]["role"] == "assistant"
-        assert whole.startswith(render(tokenizer, messages[:end], tools=tools, add_generation_prompt=answered))
+        assert whole.startswith(render(each, messages[:end], tools=tools, add_generation_prompt=answered))
 
 
 def test_tools_calls_and_results_render_in_hermes_form(tokenizer: Any) -> None:
@@ -213,9 +241,9 @@ def test_tools_calls_and_results_render_in_hermes_form(tokenizer: Any) -> None:
     assert last == "assistant\nEleven, it seems.<|im_end|>\n"
 
 
-def test_arguments_given_as_a_json_string_render_as_they_are(tokenizer: Any) -> None:
+def test_arguments_given_as_a_json_string_render_as_they_are(each: Any) -> None:
     call = {"function": {"name": "add", "arguments": '{"a":4}'}}
-    text = render(tokenizer, [{"role": "assistant", "content": None, "tool_calls": [call]}])
+    text = render(each, [{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert text == (
         '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a":4}}\n</tool_call><|im_end|>\n'
     )
