@@ -19,6 +19,7 @@ from palingenesis.rl.engines.hf import HFEngine
 from palingenesis.rl.engines.scripted import ScriptedEngine
 from palingenesis.rl.errors import EngineError
 from palingenesis.rl.observe import waits
+from palingenesis.rl.observe.pace import pace
 from palingenesis.rl.policy.model import Policy, load_policy, policy_path
 from palingenesis.rl.policy.weights import PolicyWeights
 from palingenesis.rl.types import Completion, Engine, Finish, Message, SamplingParams
@@ -227,6 +228,38 @@ def test_a_copy_samples_with_the_weights_it_was_given(policy: Policy, template: 
     case.engine.load(PolicyWeights(2, policy.model))
     assert worst_difference(case, policy) < 1e-4
     case.engine.close()
+
+
+def test_a_burst_is_one_wave_however_long_it_takes(
+    policy: Policy, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch a row is computed in depends on what was asked, not on how fast prompts and answers were computed."""
+    case, sizes = hf(policy, template), []
+    run = HFEngine._run
+
+    async def counted(self: HFEngine, batch: list[Any]) -> None:
+        sizes.append(len(batch))
+        await run(self, batch)
+
+    def compute() -> None:
+        time.sleep(0.002)
+
+    async def episode(seed: int) -> None:
+        for _ in range(2):
+            await pace()
+            compute()  # renders
+            await case.engine.generate(case.prompts[0], case.params(max_new_tokens=2, seed=seed))
+            await pace()
+            compute()  # parses
+            await asyncio.wait({asyncio.create_task(asyncio.sleep(0))})  # calls a tool
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*map(episode, range(40)))
+
+    monkeypatch.setattr(HFEngine, "_run", counted)
+    asyncio.run(all_at_once())
+    case.engine.close()
+    assert sizes == [40, 40]
 
 
 def test_the_first_tokens_of_a_wave_are_of_the_old_weights(policy: Policy, template: ChatTemplate) -> None:

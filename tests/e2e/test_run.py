@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from palingenesis.rl.errors import (
     UsageError,
 )
 from palingenesis.rl.observe.records import lock
-from palingenesis.rl.trainer import Interrupts
+from palingenesis.rl.trainer import Interrupts, build
 from tests.e2e.conftest import ROOT, lines
 
 Small = Callable[..., RLConfig]
@@ -265,6 +266,14 @@ def test_a_damaged_checkpoint_is_one_message(small: Small, name: str) -> None:
     with pytest.raises(PalingenesisError) as caught:
         RLTrainer(config).train()
     assert "step_1" in str(caught.value)
+
+
+def test_the_heap_of_a_run_is_not_walked_through_while_it_is_under_way(small: Small) -> None:
+    """A collection of it takes 0.2 s and more, and stops the rollout loop as well."""
+    before = gc.get_freeze_count()
+    with build(small()):
+        assert gc.get_freeze_count() > before + 100_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_several_processes_are_refused(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:

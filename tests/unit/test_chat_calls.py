@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from palingenesis.rl.chat import ChatTemplate, ParsedTurn, parser_for, split_reasoning
 from palingenesis.rl.chat.calls import formats
+from palingenesis.rl.chat.calls._blocks import MOST_CALLS
 from palingenesis.rl.errors import ConfigError
 from palingenesis.rl.types import ToolCall
 from tests.unit.tokenizer_zoo import tokenizer
@@ -389,6 +390,7 @@ def test_no_flood_takes_more_than_linear_time(form: str) -> None:
             turn = parse(form, text)
             assert time.process_time() - before < 1.0, (start, unit)
             assert len(turn.errors) <= 34
+            assert len(turn.calls) <= MOST_CALLS
 
 
 def test_a_value_of_many_digits_takes_no_quadratic_time() -> None:
@@ -402,6 +404,27 @@ def test_babble_is_answered_in_a_few_words() -> None:
     turn = parse("hermes", "<tool_call>{}</tool_call>" * 100)
     assert len(turn.errors) == 17
     assert "the rest of the turn was not read" in turn.errors[-1]
+
+
+@pytest.mark.parametrize("form", ["hermes", "xml", "json_list"])
+def test_of_very_many_calls_the_first_ones_run_and_the_policy_is_told(form: str) -> None:
+    one = {
+        "hermes": hermes('{"name": "g", "arguments": {}}'),
+        "xml": xml("", "g"),
+        "json_list": '<tool_call>[{"name": "g", "arguments": {}}]</tool_call>',
+    }[form]
+    most = parse(form, one * MOST_CALLS + "done")
+    assert most == ParsedTurn("done", (ToolCall("g", {}),) * MOST_CALLS, ())
+    more = parse(form, one * (MOST_CALLS + 3))
+    assert more.calls == most.calls
+    assert more.content == one * 3  # it stays readable
+    assert more.errors == (
+        "Too many calls: only the first 32 of a turn are run; write the others in your next turn, after you have read "
+        "these answers.",
+    )
+    entries = ", ".join(['{"name": "g", "arguments": {}}'] * 100)
+    if form == "json_list":
+        assert parse(form, f"<tool_call>[{entries}]</tool_call>") == ParsedTurn("", more.calls, more.errors)
 
 
 # -------------------------------------------------------------------------------------------------------- any argument
@@ -505,7 +528,17 @@ def test_a_format_is_chosen_by_name_or_by_path(tmp_path: Path) -> None:
     template = trl_template("qwen3.jinja")
     assert parser_for("xml", template).parser is formats()["xml"]
     file = tmp_path / "mine.py"
-    file.write_text("class Mine:\n    def parse(self, text, schemas):\n        return 'mine'\nPARSER = Mine()\n")
-    assert parser_for(f"{file}:PARSER", template).parse("", []) == "mine"
+    file.write_text(
+        "from palingenesis.rl.chat.calls import hermes\n"
+        "class Mine(type(hermes.PARSER)):\n    marks = ('<call>',)\n"
+        "    def parse(self, text, schemas):\n        return 'mine'\n"
+        "PARSER = Mine()\nclass Half:\n    marks = how = None\n"
+    )
+    mine = parser_for(f"{file}:PARSER", template)
+    assert (mine.parse("", []), mine.marks) == ("mine", ("<call>",))
+    with pytest.raises(
+        ConfigError, match=r"env\.tool_parser: .*mine\.py:Half has no parse, no matches; a parser has all"
+    ):
+        parser_for(f"{file}:Half", template)
     with pytest.raises(ConfigError, match=r"env\.tool_parser: 'hermess' .*did you mean 'hermes'"):
         parser_for("hermess", template)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -81,6 +82,36 @@ def test_a_closing_tag_quoted_in_an_argument_never_ends_the_reasoning(code: str)
     reasoning, answer = split_reasoning(f"hm {call}", True)
     assert answer == ""
     assert reasoning.startswith("hm")
+
+
+LONG = 1_000_000  # characters; a quadratic walk over them takes minutes
+FLOODS = [
+    HERMES,
+    XML,
+    LIST,
+    "</think>",
+    "<think>a</think>",
+    f"<think>{HERMES}</think>{XML}",
+    "<tool_call>",
+    "<tool_call>{",
+    '<tool_call>["</think>',
+    '<tool_call>["</think>","',
+    "<tool_call><function=f>",
+    "<tool_call><function=</think>",
+    "<tool_call><function=f><parameter=a></think>",
+    "<tool_call><function=f><parameter=a></think></parameter>",
+    "</function>   </think>",
+    "<tool_call>   </think>",
+]
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+@pytest.mark.parametrize("start", ["", "<tool_call>", "<tool_call><function=f>", '<tool_call>{"a": "'])
+def test_no_flood_takes_more_than_linear_time(flood: str, start: str) -> None:
+    text = start + flood * (LONG // len(flood))
+    before = time.process_time()
+    split_reasoning(text, False)
+    assert time.process_time() - before < 1.0
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,16 @@ def test_special_reasoning_marks_are_decoded() -> None:
     assert ChatTemplate(tok).decode(ids) == "[THINK]a[/THINK]b"
 
 
+def test_special_marks_of_calls_are_decoded_where_they_are_asked_for() -> None:
+    from tokenizers import AddedToken
+
+    tok = tokenizer.__wrapped__("byte-level")  # type: ignore[attr-defined]
+    tok.add_special_tokens({"additional_special_tokens": [AddedToken("<call>", special=True)]})
+    ids = tok("<call>a<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert ChatTemplate(tok).decode(ids) == "a"
+    assert ChatTemplate(tok).decode(ids, ("<call>", "</call>")) == "<call>a"
+
+
 def test_stop_tokens() -> None:
     tok = tokenizer("byte-level")
     end, text, start = tok.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>", "<|im_start|>"])

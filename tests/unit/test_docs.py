@@ -49,6 +49,7 @@ ROWS = "examples/rl/data/addition/train.jsonl"
 LANGUAGES = {"python", "yaml", "bash", "json", "text"}
 NOT_PGS = {"pip", "mkdocs"}  # commands of others that a page may show
 GPU_ONLY = {"mfu"}
+ENV_ONLY = {"env/<name>"}
 CODE_ONLY = {f"code/{verdict}" for verdict in Verdict} | {f"sandbox/{name}" for name in SANDBOX_COUNTS}
 
 
@@ -186,6 +187,7 @@ def test_the_blocks_of_a_page_run(page: Path, scratch: Path) -> None:
 
 def run_block(block: Block, before: Block | None) -> None:
     if block.title:
+        sys.modules.pop(Path(block.title).stem, None)  # another test may have imported a file of this name
         Path(block.title).write_text(block.text, encoding="utf-8")
     if block.language == "python":
         exec(compile(block.text, block.place, "exec"), {"__name__": "__main__"})
@@ -218,6 +220,10 @@ def load_config(block: Block) -> None:
             rewards.check(build(config.data).rows)
     finally:
         rewards.close()
+    if config.env.type != "single_turn":
+        from palingenesis.rl.envs import build as build_environments
+
+        assert build_environments(config.env).listing
     if ":" in config.loss.type:
         from palingenesis.rl.objective import build_loss
 
@@ -227,12 +233,12 @@ def load_config(block: Block) -> None:
 def run_command(words: list[str]) -> None:
     """Check one line of a shell block as far as it goes without training."""
     program, *rest = words
+    if program == "scripts/quickstart":
+        program, rest = "pgs", ["rl", "--config", "configs/rl_quickstart.yaml", *rest]
     if program == "pgs":
         _, args, overrides = cli._parse(rest)
         if not getattr(args, "help", False):
             cli._config(args, overrides)
-    elif program == "scripts/quickstart":
-        RLConfig.from_yaml("configs/rl_quickstart.yaml", rest)
     elif program == "python" and rest[0] == "-m":
         assert importlib.util.find_spec(rest[1]), f"no module {rest[1]}"
     elif program == "python":
@@ -375,7 +381,7 @@ def test_the_metrics_are_those_of_a_run(run_folder: Path) -> None:
     written = set().union(*logged(run_folder / "metrics.jsonl")) - {"step", "time"}
     documented = names_in([row[0] for row in table_under(DOCS / "training.md", "### Metrics")])
     one_reward = {"rewards/correct" if name == "rewards/<name>" else name for name in documented}
-    assert one_reward - GPU_ONLY == (written | CODE_ONLY) - GPU_ONLY
+    assert one_reward - GPU_ONLY == (written | CODE_ONLY | ENV_ONLY) - GPU_ONLY
     assert one_reward >= METRICS
 
 

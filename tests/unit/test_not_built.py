@@ -16,7 +16,6 @@ BASE = {"model": {"policy": "p"}, "data": {"dataset": "d"}}
 EXPECTED: list[tuple[str, tuple[Any, ...]]] = [
     ("model.gradient_checkpointing", ("selective",)),
     ("data.format", ("nemo_gym",)),
-    ("env.*", ()),
     ("train.optimizer", ("adamw8bit", "paged_adamw8bit")),
     ("train.fsdp", (True,)),
     ("train.cpu_offload", ()),
@@ -33,9 +32,6 @@ EXPECTED: list[tuple[str, tuple[Any, ...]]] = [
 ASKS: list[tuple[str, Any]] = [
     ("model.gradient_checkpointing", "selective"),
     ("data.format", "nemo_gym"),
-    ("env.type", "tools"),
-    ("env.tools", ["tools.py:search"]),
-    ("env.max_turns", 3),
     ("train.optimizer", "adamw8bit"),
     ("train.fsdp", True),
     ("train.cpu_offload", True),

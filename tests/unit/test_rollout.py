@@ -33,7 +33,7 @@ class Letters:
         text = messages[-1].content
         return RenderedPrompt(tuple(map(ord, text)), text, text.endswith("<think>\n"))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], marks: Sequence[str] = ()) -> str:
         return "".join(map(chr, ids))
 
 

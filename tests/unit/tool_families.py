@@ -19,9 +19,10 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from palingenesis.rl.chat import ChatTemplate, ToolResults
+from palingenesis.rl.chat.template import load_tokenizer
 from palingenesis.rl.types import Message, ToolCall
 
-ROOT = Path(__file__).parents[2]
+BUILTIN = Path(__file__).parents[2] / "src/palingenesis/rl/policy/builtin"
 CORPUS = [
     'user assistant system tool {"name": "search", "arguments": {"query": "Etna", "n": 5}}\n</tool_call>\n',
     "<tool_response>\n7\n</tool_response>\n\n<think>\n\n</think>\n\n<function=search>\n<parameter=query>\n",
@@ -40,6 +41,7 @@ _QWEN_PLAIN = [
     "<|repo_name|>", "<|file_sep|>",
 ]  # fmt: skip
 _QWEN3_PLAIN = [*_QWEN_PLAIN, "<tool_response>", "</tool_response>", "<think>", "</think>"]
+_PACKAGED_PLAIN = ["<tool_call>", "</tool_call>", *_QWEN3_PLAIN[-4:]]
 _SMOLLM2 = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>", "<gh_stars>",
     "<issue_start>", "<issue_comment>", "<issue_closed>", "<jupyter_start>", "<jupyter_text>", "<jupyter_code>",
@@ -156,6 +158,7 @@ class Family:
         keeps_calls: the template renders `tool_calls`. Where it does not, the conversation holds the turn as content.
         one_call: the template refuses several calls in a turn, and leaves out the content of a turn with one.
         same: applied to both sides before they are compared.
+        own_tokenizer: the packaged policy's own, whose tokens are bytes and whole pieces of a call.
     """
 
     name: str
@@ -172,6 +175,7 @@ class Family:
     thinks: bool = False
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     same: Callable[[str], str] = _as_it_is
+    own_tokenizer: bool = False
 
     def message(self, turn: Turn) -> Message:
         if not self.keeps_calls:
@@ -205,14 +209,16 @@ FAMILIES = {
         Family("Llama 3.1", "trl:llama3_1", _LLAMA3, [], "<|eot_id|>", _llama31, after="", one_call=True),
         Family("ChatML", CHATML_TEMPLATE, _SMOLLM2[:3], [], "<|im_end|>", _json_list, "json_list", keeps_calls=False),
         Family("packaged", "tiny", _SMOLLM2[:3], ["<tool_call>", "</tool_call>"], "<|im_end|>", _hermes, "hermes"),
+        Family("packaged, with tools", "tiny-tools", _SMOLLM2[:3], _PACKAGED_PLAIN, "<|im_end|>", _hermes, "hermes",
+               own_tokenizer=True),
     )
 }  # fmt: skip
 
 
 def source(name: str) -> str:
     """A template's source: itself, TRL's copy of a model's, or the packaged policy's."""
-    if name == "tiny":
-        return (ROOT / "src/palingenesis/rl/policy/builtin/tiny/chat_template.jinja").read_text(encoding="utf-8")
+    if name in ("tiny", "tiny-tools"):
+        return (BUILTIN / name / "chat_template.jinja").read_text(encoding="utf-8")
     if not name.startswith("trl:"):
         return name
     trl = pytest.importorskip("trl", reason="TRL's collection of chat templates is not installed")
@@ -276,8 +282,11 @@ class Model:
 @cache
 def model(name: str) -> Model:
     family = FAMILIES[name]
-    tok = tokenizer(family.special, family.plain, family.stop, nfc=family.nfc)
-    tok.chat_template = source(family.template)
+    if family.own_tokenizer:
+        tok = load_tokenizer(str(BUILTIN / family.template))
+    else:
+        tok = tokenizer(family.special, family.plain, family.stop, nfc=family.nfc)
+        tok.chat_template = source(family.template)
     template = ChatTemplate(tok, family.kwargs)
     stop = tok.convert_tokens_to_ids(family.stop)
     return Model(family, template, ToolResults(template, [stop]), stop)

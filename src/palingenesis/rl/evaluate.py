@@ -17,7 +17,7 @@ from palingenesis.rl.errors import DataError, UsageError
 from palingenesis.rl.observe.metrics import eval_metrics, mean
 from palingenesis.rl.rewards import RewardSet
 from palingenesis.rl.rollout.producer import Producer
-from palingenesis.rl.trainer import eval_rows, load_parts
+from palingenesis.rl.trainer import close_rollouts, eval_rows, load_parts
 from palingenesis.rl.types import Rollout
 
 
@@ -32,7 +32,8 @@ def evaluate(config: RLConfig, policy: str, samples: int = 1) -> dict[str, Any]:
         the last maps k to the share.
 
     Raises:
-        UsageError: samples that would all be equal. DataError: no held-out rows. SandboxError: it cannot start.
+        UsageError: samples that would all be equal, or more of a row than there may be environments.
+        DataError: no held-out rows. SandboxError: it cannot start.
     """
     temperature = config.train.eval_temperature
     if samples < 1 or (samples > 1 and temperature == 0):
@@ -40,10 +41,17 @@ def evaluate(config: RLConfig, policy: str, samples: int = 1) -> dict[str, Any]:
             f"--samples {samples}: needs at least 1, and more than 1 would all be equal at train.eval_temperature 0; "
             "add --train.eval_temperature 1.0"
         )
+    if 0 < config.env.max_concurrent < samples:
+        raise UsageError(
+            f"--samples {samples}: the samples of a row are open together, and env.max_concurrent is "
+            f"{config.env.max_concurrent}; lower the one or raise the other."
+        )
     rewards = RewardSet.from_config(config.rewards)
     producer = Producer()
+    environments = None
     try:
         parts = load_parts(config, rewards, policy)
+        environments = parts.environments
         rows = eval_rows(config, parts.rows)
         if not rows:
             raise DataError("there are no held-out rows: set data.eval_dataset or data.eval_size.")
@@ -52,7 +60,7 @@ def evaluate(config: RLConfig, policy: str, samples: int = 1) -> dict[str, Any]:
         finally:
             parts.engine.close()
     finally:
-        producer.close(rewards.aclose())
+        close_rollouts(producer, environments, rewards)
     summary = eval_metrics([rollout for group in groups for rollout in group])
     return {
         "policy": policy,
@@ -85,7 +93,11 @@ def table(report: dict[str, Any], policy: Path) -> str:
         f"{policy}: {report['rows']} held-out rows, {report['samples']} sample(s) each, "
         f"temperature {report['temperature']:g}"
     ]
-    shown = {key: value for key, value in report.items() if key.startswith("reward") or key in ("truncated", "skipped")}
+    shown = {
+        key: value
+        for key, value in report.items()
+        if key.startswith(("reward", "env/")) or key in ("truncated", "skipped")
+    }
     shown |= {f"pass@{k}": share for k, share in report["pass@k"].items()}
     lines += [f"  {name:<24}{'-' if value is None else format(value, '8.4f'):>8}" for name, value in shown.items()]
     lines += ["  (a sample passes when the weighted sum of its rewards is at least 1)"]

@@ -19,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -33,6 +34,8 @@ from typing import Any, NoReturn
 from palingenesis.rl.config import RLConfig, check, unused_on_hf
 from palingenesis.rl.data import RowSet, Sampler
 from palingenesis.rl.data import build as build_rows
+from palingenesis.rl.envs import Environments, wants_sandbox
+from palingenesis.rl.envs import build as build_environments
 from palingenesis.rl.errors import ConfigError, StallError, StopRun, UsageError
 from palingenesis.rl.observe.clock import Clock
 from palingenesis.rl.observe.exits import exit_code, leave
@@ -44,10 +47,12 @@ from palingenesis.rl.rollout.budget import Budget
 from palingenesis.rl.rollout.collect import Collector
 from palingenesis.rl.rollout.episode import Episodes
 from palingenesis.rl.rollout.producer import Producer
+from palingenesis.rl.rollout.prompts import Prompts
 from palingenesis.rl.rollout.score import Scorer
 from palingenesis.rl.types import Engine, Row, ScoredBatch, Sink
 
 Reward = Callable[..., Any]
+CLOSE_S = 30.0  # seconds the environments have, at the end, to close
 
 
 class RLTrainer:
@@ -132,9 +137,13 @@ class Run:
 
     def __enter__(self) -> Run:
         self.boundary = self.collector.state_dict()
+        # A collection walks everything that was loaded: 0.2 to 0.6 s, in which the rollout loop does not come round.
+        gc.collect()
+        gc.freeze()
         return self
 
     def __exit__(self, *_: object) -> None:
+        gc.unfreeze()
         with ExitStack() as parts:  # each is closed whatever becomes of the others
             for close in (
                 self.files.close,
@@ -151,8 +160,10 @@ class Run:
         self.engine.close()
 
     def _close_producer(self) -> None:
-        if not self.producer.close(self.rewards.aclose()):
-            self.log.say("  a reward that blocks the event loop, or ignores its cancellation, was left behind")
+        if not close_rollouts(self.producer, self.collector.episodes.environments, self.rewards):
+            self.log.say(
+                "  a reward or environment that blocks the event loop, or ignores its cancellation, was left behind"
+            )
 
     @property
     def overlaps(self) -> bool:
@@ -365,6 +376,17 @@ def _build(config: RLConfig, rewards: RewardSet) -> Run:
     )
 
 
+def close_rollouts(producer: Producer, environments: Environments | None, rewards: RewardSet) -> bool:
+    """End the rollout half: environments first, for they may use the sandbox. False when something was left behind."""
+
+    async def close() -> None:
+        if environments is not None:
+            await environments.aclose()
+        await rewards.aclose()
+
+    return producer.close(close(), patience=CLOSE_S if environments is not None else 0.0)
+
+
 @dataclass
 class Parts:
     """What generating and scoring needs: everything but the optimizer and the files."""
@@ -375,11 +397,12 @@ class Parts:
     master_values: Mapping[str, Any]
     engine: Any
     budget: Budget
+    environments: Environments | None
     collector: Collector
 
 
 def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
-    """Data, template, sandbox, model, engine and collector.
+    """Template, environment, data, sandbox, model, engine and collector.
 
     Args:
         source: the checkpoint to load: the config's policy, or the one a run resumes from.
@@ -387,13 +410,14 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
     from palingenesis.rl.chat.template import ChatTemplate, load_tokenizer, stop_token_ids
     from palingenesis.rl.policy.model import policy_path
 
-    if not rewards.names:
+    if not rewards.names and config.env.type == "single_turn":
         raise ConfigError("rewards: there is none; add one to the config, such as `rewards: {correct: {fn: math}}`.")
     path = policy_path(source)
     tokenizer = load_tokenizer(path)
     template = ChatTemplate(tokenizer, config.model.chat_template_kwargs)
     budget = Budget(config.rollout.max_new_tokens, config.rollout.max_completion_tokens, config.rollout.max_model_len)
-    rows = load_rows(config, rewards, template)
+    environments = load_environments(config, rewards)
+    rows = load_rows(config, rewards, Prompts(template, config.env.tool_parser), environments)
     rewards.start_sandbox(config.sandbox)
 
     import torch
@@ -412,12 +436,22 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
     )
     stop = stop_token_ids(tokenizer, policy.model.generation_config.eos_token_id, config.model.stop_tokens)
     engine = build_engine(config, policy, policy_path(config.model.policy), tokenizer, stop)
+    episodes = Episodes(
+        engine,
+        template,
+        stop,
+        budget,
+        environments,
+        max_turns=config.env.max_turns,
+        max_tool_output_tokens=config.env.max_tool_output_tokens,
+        tool_parser=config.env.tool_parser,
+    )
     try:
+        episodes.check_tools()
         engine.load(PolicyWeights(0, policy.model))
     except BaseException:
         engine.close()
         raise
-    episodes = Episodes(engine, template, stop, budget)
     scorer = Scorer(rewards, budget.completion, config.loss.overlong_buffer, config.loss.overlong_penalty)
     collector = Collector(
         episodes,
@@ -432,7 +466,26 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
         temperature=config.rollout.temperature,
         seed=config.train.seed,
     )
-    return Parts(rows, tokenizer, policy, master_values, engine, budget, collector)
+    return Parts(rows, tokenizer, policy, master_values, engine, budget, environments, collector)
+
+
+def load_environments(config: RLConfig, rewards: RewardSet) -> Environments | None:
+    """The environment of `env.type`, with the sandbox running where it asks for one; None for `single_turn`.
+
+    Raises:
+        ConfigError: it cannot be used, or would score nothing where there is no reward. SandboxError: it cannot start.
+    """
+    if config.env.type == "single_turn":
+        return None
+    if wants_sandbox(config.env):
+        rewards.start_sandbox(config.sandbox, needed=True)
+    environments = build_environments(config.env, rewards.sandbox)
+    if not rewards.names and not environments.has_reward:
+        raise ConfigError(
+            f"rewards: there is none, and {config.env.type} has no get_reward; give it one, or add a reward to the "
+            "config, such as `rewards: {correct: {fn: math}}`."
+        )
+    return environments
 
 
 def build_engine(config: RLConfig, policy: Any, path: str, tokenizer: Any, stop: tuple[int, ...]) -> Engine:
@@ -480,20 +533,30 @@ def backend(config: RLConfig) -> str:
     return "hf"
 
 
-def load_rows(config: RLConfig, rewards: RewardSet, template: Any) -> RowSet:
+def load_rows(config: RLConfig, rewards: RewardSet, prompts: Prompts, environments: Environments | None) -> RowSet:
     """Training and held-out rows that fit the context and that the rewards can score.
 
     Raises:
         DataError: rows that cannot be used, too many unreadable references, or nothing left to train on.
+        ConfigError: `env.tool_parser` does not fit the model, or there is nothing to call.
     """
+    schemas = environments.schemas if environments is not None else ()  # None: a reset lists them, and measures again
 
     def count_tokens(row: Row) -> int:
-        return len(template.render(row.messages, row.tools, source=row.source).ids)
+        return len(prompts.render(row, schemas or (row.tools if schemas == () else ())).ids)
 
     fits = config.rollout.max_model_len - 1
     longest = min(config.data.max_prompt_tokens or fits, fits)
     rows = build_rows(config.data, count_tokens=count_tokens, max_prompt_tokens=longest)
     rewards.check(rows.rows)
+    if environments is not None:
+        for row in rows.rows:
+            environments.check_columns(row)
+    elif config.env.tool_parser != "auto" and not any(row.tools for row in rows.rows):
+        raise ConfigError(
+            f"env.tool_parser: {config.env.tool_parser} does nothing: no row has tools (data.tools_field "
+            f"{config.data.tools_field}), and env.type is single_turn; remove it."
+        )
     _, unreadable = rewards.readable(rows.rows)
     why = {id(one.row): f"reference that reward {one.reward!r} cannot read" for one in unreadable}
     return rows.without(lambda row: why.get(id(row)))
@@ -533,6 +596,7 @@ def facts(config: RLConfig, parts: Parts) -> dict[str, str]:
         "policy": f"{config.model.policy} ({size:,.1f} M parameters, {model.dtype}, {parts.policy.device}{assumed})",
         "rows": f"{len(parts.rows.train):,} to train on, {len(parts.rows.held_out):,} held out",
         "step": f"{rollout.batch_prompts} prompts x {rollout.group_size} rollouts, at most {parts.budget.completion} tokens",
+        **({"tools": parts.environments.listing} if parts.environments else {}),
         "loss": f"{config.loss.type}, learning rate {config.train.learning_rate:g}, {config.train.steps} steps",
         "output": config.train.output_dir,
     }

@@ -23,14 +23,17 @@ EQUAL_WITHIN = 1e-12
 class Finish(StrEnum):
     """Why a rollout ended."""
 
-    STOP = "stop"  # the policy sampled an end-of-turn token
+    STOP = "stop"  # the policy ended a turn and called nothing
+    DONE = "done"  # the environment ended the episode
     LENGTH = "length"  # max_new_tokens or max_completion_tokens ran out
     CONTEXT = "context"  # max_model_len ran out
+    MAX_TURNS = "max_turns"  # env.max_turns ran out: the policy had called a tool and could not read the answer
+    FAILED = "failed"  # the environment could not go on; the rollout is skipped
 
     @property
     def is_truncated(self) -> bool:
-        """A budget cut the rollout; the policy did not end it."""
-        return self is not Finish.STOP
+        """A budget cut the rollout; the policy or its environment did not end it."""
+        return self in (Finish.LENGTH, Finish.CONTEXT, Finish.MAX_TURNS)
 
 
 class Outcome(StrEnum):
@@ -145,7 +148,9 @@ class Completion:
 class Segment:
     """A run of tokens in a trajectory: given (the prompt, a tool's answer) or sampled (one turn of the policy).
 
-    `logprobs` and `versions` are empty for given segments. `text` is the decoded run, control tokens left out.
+    `logprobs` and `versions` are empty for given segments. `text` is the decoded run, control tokens left out of sampled
+    ones. `tool_calls` are those of a sampled turn. A given segment with tools' answers names the tools in `tool_name` and
+    counts in `tool_errors` the answers that say a call failed; it has no tokens where no turn follows that could read it.
     """
 
     role: str
@@ -157,6 +162,7 @@ class Segment:
     seconds: float = 0.0
     tool_calls: tuple[ToolCall, ...] = ()
     tool_name: str = ""
+    tool_errors: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +171,11 @@ class Trajectory:
 
     Attributes:
         segments: in order; the first is the prompt.
-        messages: the whole conversation in chat form, the prompt's turns included.
-        completion: the final answer, reasoning removed.
+        messages: the whole conversation in chat form, the prompt's turns and the answers of tools included.
+        completion: what the final turn of the policy says, reasoning and well-formed calls removed.
         reasoning: the final turn's reasoning.
         raw: the final turn as sampled, reasoning included.
-        reasoning_open: the rendered prompt had already opened the think block.
+        reasoning_open: what stands before the final turn had already opened the think block.
     """
 
     row: Row

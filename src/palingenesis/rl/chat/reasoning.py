@@ -37,6 +37,8 @@ MARKS = (
 # gpt-oss names the channel of its answer; with the analysis gone, the name is no part of the answer.
 _FINAL_CHANNEL = re.compile(r"\A\s*(?:<\|start\|>assistant)?<\|channel\|>final<\|message\|>")
 
+# An error of json counts the lines before it, so the time of many of them is quadratic: a turn with more is babble.
+_MOST_MENTIONS = 100
 _CALL = re.compile(r"<tool_call>\s*(?=[{\[])")
 # A second opening tag inside means that the first one was a mention: what follows it is no argument.
 _XML_CALL = re.compile(r"<tool_call>\s*<function=[^>\n]+>((?:(?!<function=).)*?)</function>\s*</tool_call>", re.DOTALL)
@@ -101,25 +103,42 @@ def _events(text: str) -> list[_Event]:
         if mark in text
         for found in re.finditer(re.escape(mark), text)
     ]
-    quoted = _quoted(text) if events else []
-    events = [event for event in events if not any(start <= event.start < end for start, end in quoted)]
-    return sorted(events, key=lambda event: event.start)
+    events.sort(key=lambda event: event.start)
+    return _outside(events, _quoted(text)) if events else []
+
+
+def _outside(events: list[_Event], spans: list[tuple[int, int]]) -> list[_Event]:
+    """Events that begin in none of the spans; both are in order, so one walk tells."""
+    outside, reach, upcoming = [], 0, iter(spans)
+    span = next(upcoming, None)
+    for event in events:
+        while span and span[0] <= event.start:
+            reach = max(reach, span[1])
+            span = next(upcoming, None)
+        if event.start >= reach:
+            outside.append(event)
+    return outside
 
 
 def _quoted(text: str) -> list[tuple[int, int]]:
-    """Spans of arguments of well-formed calls. A mention of the call form that does not parse quotes nothing."""
+    """Spans of arguments of well-formed calls, by their starts. A mention of the call form that does not parse quotes
+    nothing."""
     spans = []
     decoder = json.JSONDecoder(strict=False)
+    mentions = 0
     for call in _CALL.finditer(text):
         try:
             _, end = decoder.raw_decode(text, call.end())
         except (ValueError, RecursionError):
+            mentions += 1
+            if mentions >= _MOST_MENTIONS:
+                break
             continue
         spans.append((call.end(), end))
     for function in _XML_CALL.finditer(text):
         for argument in _XML_ARGUMENT.finditer(text, function.start(1), function.end(1)):
             spans.append(argument.span(1))
-    return spans
+    return sorted(spans)
 
 
 def _strip_marks(text: str, events: list[_Event]) -> str:

@@ -92,22 +92,23 @@ class ToolResults:
 
         Where not even the note has room, the head alone.
         """
-        text = clean(text)
         window = max_tokens * _MOST_CHARACTERS
-        head = tail = self._encode(text if len(text) <= 2 * window else text[:window])
-        if len(text) > 2 * window:
-            tail = self._encode(text[-window:])
-        elif len(head) <= max_tokens:
-            return text
+        if len(text) <= 2 * window:
+            text = clean(text)
+            head = tail = self._encode(text)
+            if len(head) <= max_tokens:
+                return text
+        else:
+            head, tail = self._encode(clean(text[:window])), self._encode(clean(text[-window:]))
 
         def both(keep: int) -> str:
             start = len(self._decode(head[: keep - keep // 2]).rstrip("\ufffd"))  # a character cut in two is left out
             end = len(text) - len(self._decode(tail[len(tail) - keep // 2 :]).lstrip("\ufffd"))
             end = max(start, end)
-            return f"{text[:start]}{_note(end - start)}{text[end:]}"
+            return clean(f"{text[:start]}{_note(end - start)}{text[end:]}")
 
         def only_head(keep: int) -> str:
-            return text[: len(self._decode(head[:keep]).rstrip("\ufffd"))]
+            return clean(text[: len(self._decode(head[:keep]).rstrip("\ufffd"))])
 
         room = max_tokens - len(self._encode(_note(len(text))))
         return self._longest(both, room, max_tokens) or self._longest(only_head, max_tokens, max_tokens)

@@ -60,7 +60,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.control = ControlTokens(tokenizer)
         self._kwargs = dict(kwargs or {})
-        self._silent = _silent_ids(tokenizer)
+        self._silent = _silent(tokenizer)
         self._in_parts = self._wants_parts()
 
     def render(
@@ -94,9 +94,13 @@ class ChatTemplate:
             ids = self.control.encode_marked(marked, mark)
         return RenderedPrompt(ids, text, add_generation_prompt and opened_by(text))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of sampled tokens: special tokens are left out, but for those that mark reasoning."""
-        kept = [index for index in ids if index not in self._silent]
+    def decode(self, ids: Sequence[int], marks: Sequence[str] = ()) -> str:
+        """Text of sampled tokens: special tokens are left out, but for those that mark reasoning or stand in `marks`.
+
+        Args:
+            marks: strings whose tokens stay, special or not: those of a call format.
+        """
+        kept = [index for index in ids if index not in self._silent or self._silent[index] in marks]
         text: str = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
@@ -198,13 +202,15 @@ def stop_token_ids(
     return tuple(sorted(ids))
 
 
-def _silent_ids(tokenizer: Any) -> frozenset[int]:
+def _silent(tokenizer: Any) -> dict[int, str]:
     """Special tokens that `decode` leaves out: all but the marks of a family whose opening mark this tokenizer has."""
     special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     own = [marks for marks in MARKS if any(string in marks.open for string in special.values())]
-    return frozenset(
-        index for index, string in special.items() if not any(string in marks.open + marks.close for marks in own)
-    )
+    return {
+        index: string
+        for index, string in special.items()
+        if not any(string in marks.open + marks.close for marks in own)
+    }
 
 
 def _strings(value: Any) -> Iterable[str]:

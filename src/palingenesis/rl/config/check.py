@@ -106,7 +106,6 @@ ACTS: tuple[Acts, ...] = (
     Acts("env.tools", lambda c: c.env.type == "tools", "env.type tools"),
     Acts("env.args", _env_class, "an environment class in env.type"),
     Acts("env.max_turns", _tools_or_class, TURNS),
-    Acts("env.tool_parser", _tools_or_class, TURNS),
     Acts("env.max_tool_output_tokens", _tools_or_class, TURNS),
     Acts("env.tool_timeout", _tools_or_class, TURNS),
     Acts("env.max_concurrent", _tools_or_class, TURNS),
@@ -157,6 +156,12 @@ CONFLICTS: tuple[Conflict, ...] = (
         ("env.type",),
         lambda c: c.env.type == "tools" and not c.env.tools,
         "tools needs functions; list them in env.tools, such as [my_tools.py:search]",
+    ),
+    Conflict(
+        ("env.max_concurrent", "rollout.group_size"),
+        lambda c: 0 < c.env.max_concurrent < c.rollout.group_size,
+        "the {c.rollout.group_size} rollouts of a group (rollout.group_size) are open until they are scored together, and "
+        "only {c.env.max_concurrent} environments may be alive; raise the one or lower the other",
     ),
     Conflict(
         ("sandbox.backend",),

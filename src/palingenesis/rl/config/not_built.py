@@ -16,7 +16,7 @@ class NotBuilt:
     """One missing part.
 
     Attributes:
-        option: the option, or a pattern such as `env.*`.
+        option: the option, or a pattern such as `logging.*`.
         values: the values that ask for the part; empty means every value but the default.
         part: what is missing, as in "asks for ..., which is not built yet".
         instead: what to do until then.
@@ -39,7 +39,6 @@ _TRACKER = "follow metrics.jsonl in train.output_dir"
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("model.gradient_checkpointing", ("selective",), "selective checkpointing", "use full or none"),
     NotBuilt("data.format", ("nemo_gym",), "the NeMo Gym row format", "convert the rows and use chat"),
-    NotBuilt("env.*", (), "a part of tools and environments", "keep env.type single_turn and leave the section alone"),
     NotBuilt("train.optimizer", ("adamw8bit", "paged_adamw8bit"), "8-bit AdamW", "use adamw"),
     NotBuilt("train.fsdp", (True,), "sharding over ranks", "leave it at auto and run one process"),
     NotBuilt("train.cpu_offload", (), "offloading to CPU memory", "leave it at false"),

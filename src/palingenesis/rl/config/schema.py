@@ -94,7 +94,7 @@ class ModelConfig(Options):
     """The policy and how it is loaded."""
 
     policy: Text
-    """Checkpoint to train: a Hugging Face id, a directory, or `builtin:tiny`, the packaged test policy."""
+    """Checkpoint to train: a Hugging Face id, a directory, or a packaged policy, `builtin:tiny` or `builtin:tiny-tools`."""
     chat_template_kwargs: dict[str, Any] = {}
     """Extra variables for the chat template, for example `{enable_thinking: false}`."""
     stop_tokens: list[Text] = []
@@ -194,7 +194,7 @@ class EnvConfig(Options):
     tools: list[Annotated[str, AfterValidator(partial(_known_or_import, "tool", ()))]] = []
     """Tool functions for `env.type: tools`, each `module:name` or `path/file.py:name`."""
     max_turns: AtLeastOne = 8
-    """Most turns of the policy in a rollout."""
+    """Most turns of the policy in a rollout; the calls of the last one still run."""
     tool_parser: Text = "auto"
     """Format of the model's tool calls: `hermes`, `xml` or `json_list`. `auto` reads it off the chat template."""
     max_tool_output_tokens: AtLeastOne = 512

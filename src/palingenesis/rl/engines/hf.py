@@ -1,6 +1,6 @@
 """The embedded engine: the trainer's own model, or a copy of it, generates through transformers' `generate`.
 
-    rollout loop ── generate() ──> pending ──(next tick)──> one wave ──> engine thread ── model.generate ──> futures
+    rollout loop ── generate() ──> pending ──(a burst)──> one wave ──> engine thread ── model.generate ──> futures
 
 Invariants:
 - One wave runs at a time. It holds every request that was pending when it started, so on a CPU the batch a row is
@@ -38,6 +38,7 @@ import torch
 from palingenesis.rl.errors import EngineError
 from palingenesis.rl.kernels.head import wide_product
 from palingenesis.rl.kernels.sample import sample_reference
+from palingenesis.rl.observe.pace import settled
 from palingenesis.rl.observe.waits import progress, wait_for
 from palingenesis.rl.types import Completion, EngineUsage, Finish, SamplingParams, Weights
 
@@ -97,15 +98,18 @@ class HFEngine:
         return await request.future
 
     async def _waves(self) -> None:
-        """Run waves until nothing is pending. The first sleep lets every request of the same tick arrive."""
+        """Run waves until nothing is pending. What asks in one burst is one wave, however long the burst takes."""
         try:
-            await asyncio.sleep(0)
-            while self._pending:
+            while await self._requests():
                 wave, self._pending = self._pending, []
                 for batch in self._batches(wave):
                     await self._run(batch)
         finally:
             self._wave = None
+
+    async def _requests(self) -> bool:
+        await settled()
+        return bool(self._pending)
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         done: Future[Any] = Future()

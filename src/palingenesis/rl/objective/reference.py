@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from palingenesis.rl.types import Finish, Rollout, ScoredBatch
+from palingenesis.rl.types import Rollout, ScoredBatch
 
 if TYPE_CHECKING:
     from palingenesis.rl.config.schema import LossConfig
@@ -93,7 +93,7 @@ def reference_objective(
             seq_masked += 1
             coefficients = [0.0 for _ in coefficients]
         # "Ended by length" is any token budget: a turn's, the rollout's or the context's.
-        if options.truncation == "mask" and rollout.trajectory.finish in (Finish.LENGTH, Finish.CONTEXT):
+        if options.truncation == "mask" and rollout.trajectory.finish.is_truncated:
             coefficients = [0.0 for _ in coefficients]
         for position, token in enumerate(_sampled_tokens(rollout)):
             terms.append(Term(key, position, token, weights[key], coefficients[position]))

@@ -99,7 +99,7 @@ class Log:
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if kind != "eval":
             return
-        shown = {name: value for name, value in values.items() if name.startswith("reward")}
+        shown = {name: value for name, value in values.items() if name.startswith(("reward", "env/"))}
         if len(set(shown.values())) == 1:  # one reward of weight 1 is the sum
             shown = dict(list(shown.items())[:1])
         rewards = "  ".join(f"{name} {value:.3f}" for name, value in shown.items()) or "nothing could be scored"

@@ -19,7 +19,8 @@ def mean(values: Sequence[float]) -> float:
 
 
 def reward_means(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    """`reward` and `rewards/<name>`: means over the rollouts each applies to; left out where there is none."""
+    """`reward`, `rewards/<name>` and an environment's own `env/<name>`: means over the rollouts each applies to; left out
+    where there is none."""
     by_name: dict[str, list[float]] = defaultdict(list)
     totals: list[float] = []
     for rollout in rollouts:
@@ -28,7 +29,8 @@ def reward_means(rollouts: Iterable[Rollout]) -> dict[str, float]:
         for name, value in rollout.score.rewards.items():
             if value is not None:
                 by_name[name].append(value)
-    found = {"reward": totals} | {f"rewards/{name}": values for name, values in sorted(by_name.items())}
+    found = {"reward": totals}
+    found |= {name if name.startswith("env/") else f"rewards/{name}": by_name[name] for name in sorted(by_name)}
     return {name: mean(values) for name, values in found.items() if values}
 
 
@@ -49,6 +51,8 @@ def batch_metrics(batch: ScoredBatch) -> dict[str, float]:
         "length/mean": mean(lengths),
         "length/max": max(lengths),
         "turns": mean([float(sum(s.sampled for s in t.segments)) for t in trajectories]),
+        "tool_calls": mean([float(sum(len(s.tool_calls) for s in t.segments)) for t in trajectories]),
+        "tool_errors": mean([float(sum(s.tool_errors for s in t.segments)) for t in trajectories]),
         "tokens/generated": sum(lengths),
         **batch.metrics,
     }

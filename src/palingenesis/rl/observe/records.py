@@ -205,4 +205,6 @@ def _turn(segment: Segment) -> dict[str, Any]:
         turn["tool_calls"] = [{"name": call.name, "arguments": dict(call.arguments)} for call in segment.tool_calls]
     if segment.tool_name:
         turn["tool_name"] = segment.tool_name
+    if segment.tool_errors:
+        turn["tool_errors"] = segment.tool_errors
     return turn

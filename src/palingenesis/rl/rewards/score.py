@@ -91,13 +91,22 @@ class RewardSet:
             raise
         return cls(bound, sandbox)
 
-    def start_sandbox(self, config: SandboxConfig) -> None:
-        """Open and start the sandbox that a reward asks for; nothing happens when none does, or when one was given.
+    @property
+    def sandbox(self) -> Sandbox | None:
+        """What samples receive that ask for it; None until it is started."""
+        return self._sandbox
+
+    def start_sandbox(self, config: SandboxConfig, needed: bool = False) -> None:
+        """Open and start the sandbox that a reward asks for; nothing happens when none does, or when one is there.
+
+        Args:
+            needed: something else asks for it: an environment.
 
         Raises:
             SandboxError: it cannot start, with the cure.
         """
-        if self._sandbox is None and any(reward.asks_sandbox for reward in self.rewards.values()):
+        needed = needed or any(reward.asks_sandbox for reward in self.rewards.values())
+        if self._sandbox is None and needed:
             from palingenesis.rl.sandbox import open_sandbox
 
             self._sandbox = self._opened = open_sandbox(config)

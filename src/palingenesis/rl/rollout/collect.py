@@ -153,12 +153,9 @@ class Collector:
         task.add_done_callback(self._land)
 
     async def _group(self, row: Row, number: int) -> Group:
-        prompt = self.episodes.render(row)
         seeds = [request_seed(self.seed, "train", number, index, 0) for index in range(self.group_size)]
-        trajectories = await gather(
-            self.episodes.run(row, prompt, temperature=self.temperature, seed=seed) for seed in seeds
-        )
-        return Group(row, await self.scorer.score(trajectories), number)
+        async with self.episodes.group(row, seeds, temperature=self.temperature) as episodes:
+            return Group(row, await self.scorer.score(episodes), number)
 
     # --- landing ---
 
@@ -251,12 +248,9 @@ class Collector:
         """
 
         async def one(row: Row) -> list[Rollout]:
-            prompt = self.episodes.render(row)
             seeds = [request_seed(self.seed, "eval", row.id, index) for index in range(samples)]
-            trajectories = await gather(
-                self.episodes.run(row, prompt, temperature=temperature, seed=seed) for seed in seeds
-            )
-            return list(await self.scorer.score(trajectories, shaped=False))
+            async with self.episodes.group(row, seeds, temperature=temperature) as episodes:
+                return list(await self.scorer.score(episodes, shaped=False))
 
         self._usage += self.episodes.engine.usage()
         try:

@@ -61,9 +61,13 @@ class Producer:
         """Have the loop make a call, and do not wait for it."""
         self._loop.call_soon_threadsafe(call, *args)
 
-    def close(self, last: Coroutine[Any, Any, None] | None = None) -> bool:
+    def close(self, last: Coroutine[Any, Any, None] | None = None, patience: float = 0.0) -> bool:
         """Run `last`, then end the loop and its tasks. False when something of the user's would not end in time; its
-        thread is a daemon and is left behind."""
+        thread is a daemon and is left behind.
+
+        Args:
+            patience: seconds on top of CLOSE_S, for a `last` that may rightly take long.
+        """
 
         async def drain() -> None:
             if last is not None:
@@ -74,7 +78,7 @@ class Producer:
             await asyncio.gather(*others, return_exceptions=True)
 
         try:
-            asyncio.run_coroutine_threadsafe(drain(), self._loop).result(timeout=CLOSE_S)
+            asyncio.run_coroutine_threadsafe(drain(), self._loop).result(timeout=CLOSE_S + patience)
         except FutureTimeout:
             return False
         self._loop.call_soon_threadsafe(self._loop.stop)

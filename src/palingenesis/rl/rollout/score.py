@@ -1,4 +1,7 @@
-"""Score the rollouts of one group: rewards, then the overlong penalty.
+"""Score the episodes of one group.
+
+    episodes ──┬─ their environments' own components, as env/<name> ─┬─> all rewards at once ──> overlong penalty
+               └─ the environment failed: skipped, no reward is asked ┘
 
 A skipped rollout keeps its reason and has no reward; the penalty is a reward like any other in the logs
 (`rewards/overlong`), but it only shapes what a reward has already scored.
@@ -9,13 +12,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from palingenesis.rl.errors import SkipSample
 from palingenesis.rl.rewards import RewardSet
+from palingenesis.rl.rewards.bind import gather
+from palingenesis.rl.rollout.episode import Episode
 from palingenesis.rl.rollout.overlong import overlong_penalty
-from palingenesis.rl.types import Rollout, Sample, Score, Trajectory
+from palingenesis.rl.types import Outcome, Rollout, Sample, Score, Trajectory
+
+ENVIRONMENT = "environment"  # the source of what an environment skips
 
 
-def sample_of(trajectory: Trajectory) -> Sample:
-    """What rewards see of a trajectory."""
+def sample_of(episode: Episode) -> Sample:
+    """What rewards see of an episode."""
+    trajectory = episode.trajectory
     return Sample(
         row=trajectory.row,
         messages=trajectory.messages,
@@ -25,6 +34,7 @@ def sample_of(trajectory: Trajectory) -> Sample:
         reasoning_open=trajectory.reasoning_open,
         finish_reason="length" if trajectory.finish.is_truncated else "stop",
         completion_ids=trajectory.completion_ids,
+        env=episode.session.env if episode.session else None,
     )
 
 
@@ -43,16 +53,19 @@ class Scorer:
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
 
-    async def score(self, trajectories: Sequence[Trajectory], *, shaped: bool = True) -> tuple[Rollout, ...]:
+    async def score(self, episodes: Sequence[Episode], *, shaped: bool = True) -> tuple[Rollout, ...]:
         """All rewards of a group at once. The overlong penalty shapes training (`shaped`), not an evaluation.
 
         Raises:
-            RewardError: a reward is defective.
+            RewardError: a reward, or the environment's own, is defective.
         """
-        scores = await self.rewards.score([sample_of(t) for t in trajectories])
+        own = await gather(_own(episode) for episode in episodes)
+        places = [place for place, components in enumerate(own) if not isinstance(components, Score)]
+        found = await self.rewards.score([sample_of(episodes[p]) for p in places], [own[p] for p in places])
+        scores: dict[int, Score] = dict(enumerate(own)) | dict(zip(places, found, strict=True))
         return tuple(
-            Rollout(trajectory, self._shape(trajectory, score) if shaped else score, index)
-            for index, (trajectory, score) in enumerate(zip(trajectories, scores, strict=True))
+            Rollout(e.trajectory, self._shape(e.trajectory, scores[place]) if shaped else scores[place], place)
+            for place, e in enumerate(episodes)
         )
 
     def _shape(self, trajectory: Trajectory, score: Score) -> Score:
@@ -62,3 +75,20 @@ class Scorer:
             trajectory.sampled_tokens, self.max_completion, self.overlong_buffer, self.overlong_penalty
         )
         return replace(score, reward=score.reward + penalty, rewards={**score.rewards, "overlong": penalty})
+
+
+async def _own(episode: Episode) -> dict[str, float] | Score:
+    """The components of its environment by their logged names; a Score where the environment skips it."""
+    if episode.skip_reason:
+        return _skipped(episode.skip_reason)
+    if episode.session is None:
+        return {}
+    try:
+        components = await episode.session.reward(episode.trajectory.messages)
+    except SkipSample as error:
+        return _skipped(str(error) or "SkipSample without a reason")
+    return {f"env/{name}": value for name, value in (components or {}).items()}
+
+
+def _skipped(reason: str) -> Score:
+    return Score({}, None, Outcome.SKIPPED, ENVIRONMENT, reason)

@@ -46,6 +46,11 @@ class ParsedTurn:
 class CallParser(Protocol):
     """A call format."""
 
+    @property
+    def marks(self) -> Sequence[str]:
+        """The strings that enclose a call. Where a tokenizer has them as special tokens, decoding must not drop them."""
+        ...
+
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> ParsedTurn:
         """Read a turn.
 
@@ -70,6 +75,10 @@ class ModelCalls:
 
     parser: CallParser
     in_template: bool
+
+    @property
+    def marks(self) -> Sequence[str]:
+        return self.parser.marks
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> ParsedTurn:
         return self.parser.parse(text, schemas)
@@ -98,7 +107,7 @@ def parser_for(name: str, template: ChatTemplate) -> ModelCalls:
     known = formats()
     in_template = _reads_tools(source)
     if name != "auto":
-        return ModelCalls(resolve(name, known, OPTION), in_template)
+        return ModelCalls(_checked(resolve(name, known, OPTION), name), in_template)
     if not in_template:
         return ModelCalls(known["json_list"], in_template)
     found = next((parser for parser in known.values() if parser.matches(source)), None)
@@ -108,6 +117,18 @@ def parser_for(name: str, template: ChatTemplate) -> ModelCalls:
             f"of {', '.join(known)}, or `file.py:PARSER` with a parser of your own."
         )
     return ModelCalls(found, in_template)
+
+
+def _checked(parser: Any, name: str) -> CallParser:
+    """A parser, which may be the user's own."""
+    missing = [member for member in ("parse", "matches", "how", "marks") if not hasattr(parser, member)]
+    if missing:
+        raise ConfigError(
+            f"{OPTION}: {name} has no {', no '.join(missing)}; a parser has all of parse(text, schemas), matches(template), "
+            "how(schemas) and marks."
+        )
+    found: CallParser = parser
+    return found
 
 
 def _reads_tools(source: str) -> bool:

@@ -5,7 +5,7 @@
 
 Invariants: a block that cannot be read ends at the first closing tag after it, or with the text; so an opening tag inside
 another call never starts a call. Time is linear in the turn: a well-formed block is read once, and after `MOST_ERRORS`
-errors the rest of the turn is left alone.
+errors or `MOST_CALLS` calls the rest of the turn is left alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from palingenesis.rl.types import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MOST_ERRORS = 16  # a turn with more is babble; each error costs the policy some forty tokens of context
+MOST_CALLS = 32  # a turn with more is a flood: each one runs, at once with the others, and is answered
 _EXCERPT = 40  # characters of a malformed call that its error quotes
+_TOO_MANY = (
+    f"Too many calls: only the first {MOST_CALLS} of a turn are run; write the others in your next turn, after you have "
+    "read these answers."
+)
 _SPACE = re.compile(r"\s*")
 
 
@@ -70,10 +75,14 @@ def parse_blocks(text: str, read: Callable[[str, int], Block], form: str, stray:
             position = _after_close(text, found.start()) or len(text)
             continue
         turn.errors += [_error(text, found, problem, form) for problem in block.problems]
-        if block.calls:
-            turn.calls += block.calls
+        room = MOST_CALLS - len(turn.calls)
+        if block.calls and room:
+            turn.calls += block.calls[:room]
             turn.said.append(text[kept : found.start()])
             kept = block.end
+        if len(block.calls) > room:
+            turn.errors.append(_TOO_MANY)
+            break
         position = block.end
     turn.said.append(text[kept:])
     parts = [part.strip() for part in turn.said]

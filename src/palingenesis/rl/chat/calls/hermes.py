@@ -16,6 +16,7 @@ from typing import Any
 
 from palingenesis.rl.chat.calls import ParsedTurn
 from palingenesis.rl.chat.calls._blocks import (
+    CLOSE,
     OPEN,
     Block,
     call_from_json,
@@ -32,6 +33,8 @@ _ARGUMENTS = re.compile(r'\\?"arguments\\?": ')  # in a template the quotes may 
 
 class Hermes:
     """The Hermes format."""
+
+    marks = (OPEN, CLOSE)
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> ParsedTurn:
         return parse_blocks(text, _read, FORM)

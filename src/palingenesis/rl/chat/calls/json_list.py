@@ -12,7 +12,9 @@ from typing import Any
 
 from palingenesis.rl.chat.calls import ParsedTurn
 from palingenesis.rl.chat.calls._blocks import (
+    CLOSE,
     MOST_ERRORS,
+    OPEN,
     Block,
     Malformed,
     call_from_json,
@@ -29,6 +31,8 @@ FORM = 'Write calls as <tool_call>[{"name": "the tool", "arguments": {"parameter
 
 class JsonList:
     """The JSON list format."""
+
+    marks = (OPEN, CLOSE)
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> ParsedTurn:
         return parse_blocks(text, _read, FORM)

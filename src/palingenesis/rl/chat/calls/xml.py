@@ -24,6 +24,7 @@ from typing import Any
 
 from palingenesis.rl.chat.calls import ParsedTurn
 from palingenesis.rl.chat.calls._blocks import (
+    CLOSE,
     OPEN,
     Block,
     Malformed,
@@ -48,6 +49,8 @@ _END = re.compile(r"\s*</function>\s*</tool_call>")
 
 class Xml:
     """The XML format."""
+
+    marks = (OPEN, CLOSE)
 
     def parse(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> ParsedTurn:
         return parse_blocks(text, partial(_read, _parameters(schemas)), FORM, stray=("<function=",))
