@@ -43,12 +43,14 @@ class AgenticMath:
             return result.stdout or "(the program printed nothing)"
         return f"{result.stdout}{result.stderr}".strip() or result.reason
 
-    def submit_answer(self, answer: str) -> str:
+    async def submit_answer(self, answer: str) -> str:
         """Submit the final answer. This ends the task.
 
         Args:
             answer: The number alone.
         """
+        if self.done:  # calls of a turn run at once, asynchronous ones in their order: the first counts
+            return "an answer was submitted already"
         self.submitted, self.done = answer, True
         return "submitted"
 

@@ -139,16 +139,40 @@ def _data(args: argparse.Namespace, overrides: list[str]) -> None:
         raise UsageError(f"--show {args.show}: a number of rows is at least 0")
     config = _config(args, overrides)
     from palingenesis.rl.data.show import show_data
+    from palingenesis.rl.rollout.prompts import shown_tools
 
-    show_data(config, count=args.show, as_json=args.json, count_tokens=_token_counter(config) if args.tokens else None)
+    listed, notices = _environment_tools(config)
+    show_data(
+        config,
+        count=args.show,
+        as_json=args.json,
+        count_tokens=_token_counter(config, listed) if args.tokens else None,
+        tools_of=lambda row: shown_tools(row, listed),
+        notices=notices,
+    )
 
 
-def _token_counter(config: Any) -> Callable[[Any], int]:
+def _environment_tools(config: Any) -> tuple[Any, tuple[str, ...]]:
+    """`Environments.schemas` of the config's environment, without a sandbox or an episode, and what to say of them."""
+    from palingenesis.rl.envs import build
+
+    if config.env.type == "single_turn":
+        return (), ()
+    environments = build(config.env)
+    if environments.schemas is None:
+        return None, (f"{environments.listing}: they are neither shown nor counted here.",)
+    return environments.schemas, ()
+
+
+def _token_counter(config: Any, listed: Any) -> Callable[[Any], int]:
+    """Tokens of a row's prompt as a run measures it."""
     from palingenesis.rl.chat.template import ChatTemplate, load_tokenizer
     from palingenesis.rl.policy.model import policy_path
+    from palingenesis.rl.rollout.prompts import Prompts, shown_tools
 
     template = ChatTemplate(load_tokenizer(policy_path(config.model.policy)), config.model.chat_template_kwargs)
-    return lambda row: len(template.render(row.messages, row.tools, source=row.source).ids)
+    prompts = Prompts(template, config.env.tool_parser)
+    return lambda row: len(prompts.render(row, shown_tools(row, listed)).ids)
 
 
 def _eval(args: argparse.Namespace, overrides: list[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from palingenesis.cli import run
 from palingenesis.rl import RLConfig
+from palingenesis.rl.config import EnvConfig
 from tests.e2e.conftest import ROOT, lines
 from tests.unit.test_wrong_configs import BASE, CASES
 from tests.unit.test_wrong_data import WRONG
@@ -113,6 +114,73 @@ def test_data_prints_the_rows_as_the_policy_meets_them(config: str, capsys: pyte
         assert row["tokens"] > 10
     assert run(["rl", "data", "--config", config]) == 0
     assert rows[0]["messages"][-1]["content"] in capsys.readouterr().out
+
+
+TOOL_ROW = {"prompt": "385 * 94 = ?", "answer": "36190"}
+OWN_TOOL = {"type": "function", "function": {"name": "own", "description": "", "parameters": {"type": "object"}}}
+LISTS_ITS_TOOLS = """
+class Routes:
+    def __init__(self, sandbox): raise AssertionError("nothing is opened to look at rows")
+    def tool_schemas(self): return []
+    def call_tool(self, name, arguments): return ""
+    def get_reward(self): return 1.0
+"""
+
+
+@pytest.fixture
+def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[dict[str, Any], str]]:
+    """`shown(env, row)`: what `pgs rl data --json --tokens` prints of the row, and its standard error."""
+
+    def show(env: dict[str, Any], row: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+        sections = {"model": {"policy": "builtin:tiny-tools"}, "data": {"dataset": str(tmp_path / "rows.jsonl")}}
+        path = tmp_path / "tools.yaml"
+        path.write_text(RLConfig.from_dict({**sections, "env": env}).dump(), encoding="utf-8")
+        assert run(["rl", "data", "--config", str(path), "--json", "--tokens"]) == 0
+        out = capsys.readouterr()
+        return json.loads(out.out), out.err
+
+    return show
+
+
+def names(row: dict[str, Any]) -> list[str]:
+    return [tool["function"]["name"] for tool in row["tools"]]
+
+
+def test_data_shows_and_counts_the_tools_of_the_environment(shown: Callable[..., tuple[dict[str, Any], str]]) -> None:
+    from palingenesis.rl.chat.template import ChatTemplate, load_tokenizer
+    from palingenesis.rl.envs import build
+    from palingenesis.rl.policy.model import policy_path
+    from palingenesis.rl.rollout.prompts import Prompts
+    from palingenesis.rl.types import Message, Row
+
+    functions: dict[str, Any] = {"type": "tools", "tools": [f"{ROOT}/examples/rl/calculator_tools.py:calculator"]}
+    row, _ = shown(functions, TOOL_ROW)
+    schemas = build(EnvConfig(**functions)).schemas
+    prompts = Prompts(ChatTemplate(load_tokenizer(policy_path("builtin:tiny-tools"))))
+    asked = Row("r", (Message("user", TOOL_ROW["prompt"]),), {})
+    assert names(row) == ["calculator"]
+    assert row["tokens"] == len(prompts.render(asked, schemas or ()).ids)
+
+    bare, _ = shown({}, TOOL_ROW)
+    assert names(bare) == []
+    assert bare["tokens"] == len(prompts.render(asked).ids) < row["tokens"]
+
+    own, _ = shown({}, {**TOOL_ROW, "tools": [OWN_TOOL]})
+    assert names(own) == ["own"]
+    assert own["tokens"] > bare["tokens"]
+
+
+def test_data_opens_no_environment_and_says_what_only_a_reset_knows(
+    tmp_path: Path, shown: Callable[..., tuple[dict[str, Any], str]]
+) -> None:
+    row, _ = shown({"type": f"{ROOT}/examples/rl/python_env.py:PythonEnv"}, TOOL_ROW)
+    assert names(row) == ["python"]
+
+    (tmp_path / "routes.py").write_text(LISTS_ITS_TOOLS, encoding="utf-8")
+    row, said = shown({"type": f"{tmp_path}/routes.py:Routes"}, {**TOOL_ROW, "tools": [OWN_TOOL]})
+    assert names(row) == []
+    assert "Routes lists its tools after each reset: they are neither shown nor counted here." in said
 
 
 def test_score_writes_every_row_and_prints_the_table(

@@ -21,11 +21,13 @@ from palingenesis.rl.errors import DataError, EngineError, RewardError, SkipSamp
 from palingenesis.rl.observe.metrics import batch_metrics
 from palingenesis.rl.observe.records import rollout_line
 from palingenesis.rl.rewards import RewardSet, bind
+from palingenesis.rl.rewards.bind import PER_SAMPLE
+from palingenesis.rl.rewards.trl import trl_arguments
 from palingenesis.rl.rollout.budget import Budget
 from palingenesis.rl.rollout.collect import Collector
 from palingenesis.rl.rollout.episode import Episodes, request_seed
 from palingenesis.rl.rollout.producer import Producer
-from palingenesis.rl.rollout.score import Scorer
+from palingenesis.rl.rollout.score import Scorer, sample_of
 from palingenesis.rl.types import Completion, Finish, Group, Message, Rollout, Row, SamplingParams, ScoredBatch
 from tests.unit.tool_families import SMOLLM2_TEMPLATE
 
@@ -123,13 +125,14 @@ def episodes(
     engine: Any, cls: type | None = Sums, *, budget: Budget | None = None, chat: Any = None, **env: Any
 ) -> Episodes:
     made = None
+    stops = env.pop("stops", (stop(),))
     config = EnvConfig(type="m:C" if cls else "single_turn", **env)
     if cls:
         made = Environments(ClassEnvironment(cls, config.args, allowed=config.allowed_tools), config)
     return Episodes(
         engine,
         chat or template(),
-        (stop(),),
+        stops,
         budget or Budget(400, 4000, 8000),
         made,
         max_turns=config.max_turns,
@@ -187,6 +190,59 @@ def test_the_engine_saw_the_segments_and_only_sampled_tokens_are_trained() -> No
     assert sequence.sampled.tolist() == expected
     assert sequence.sampled_tokens == trajectory.sampled_tokens == sum(expected)
     assert torch.all(sequence.sampler_logprobs == -sequence.sampled.float())
+
+
+def ends_turns_with(text: str, *turns: str) -> tuple[Policy, int]:
+    """A policy whose turns end with the token `text`."""
+    (end,) = encode(text)
+
+    class Other(Policy):
+        def _say(self, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+            return [*super()._say(prompt, params)[:-1], end]
+
+    return Other(*turns), end
+
+
+def test_a_turn_that_another_stop_token_ends_is_ended_as_the_template_does() -> None:
+    policy, end = ends_turns_with("<|endoftext|>", ADD, "11")
+    (rollout,) = play(episodes(policy, stops=(stop(), end)))
+    assert rollout.trajectory.messages[2].content == "11"
+    prompt, turn, given, _ = rollout.trajectory.segments
+    assert policy.seen == [prompt.token_ids, prompt.token_ids + turn.token_ids + given.token_ids]
+    assert turn.token_ids[-1] == end
+    assert given.text.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>\n11\n")
+
+
+def test_the_end_of_a_call_may_be_a_stop_token() -> None:
+    policy, end = ends_turns_with("</tool_call>", ADD.removesuffix("</tool_call>"))
+    (rollout,) = play(episodes(policy, stops=(stop(), end), max_turns=1))
+    assert Sums.ran == ["add"]
+    assert rollout.trajectory.segments[1].text == ADD
+    assert rollout.trajectory.segments[2].text.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>\n11\n")
+
+
+def test_rewards_see_what_an_environment_opened_with_as_the_prompts() -> None:
+    class Opens(Sums):
+        def reset(self, answer: str) -> str:
+            super().reset(answer)
+            return "You stand in a room."
+
+    rows = [ROW, Row("s", (Message("system", "Add."),), ROW.columns)]
+    seen = []
+
+    for row in rows:
+        made = episodes(Policy(ADD, "11"), Opens)
+
+        async def group(made: Episodes = made, row: Row = row) -> None:
+            async with made.group(row, [1], temperature=1.0) as found:
+                seen.append(sample_of(found[0]))
+
+        asyncio.run(group())
+    for sample in seen:
+        told = trl_arguments([sample])
+        assert PER_SAMPLE["prompt"](sample).endswith("You stand in a room.")
+        assert told["prompts"][0][-1]["content"].endswith("You stand in a room.")
+        assert [message["role"] for message in told["completions"][0]] == ["assistant", "tool", "assistant"]
 
 
 def test_each_turn_has_a_seed_of_its_own_and_the_first_has_the_rollouts() -> None:
@@ -451,6 +507,22 @@ class Flaky(Sums):
     def get_reward(self) -> float:
         self.fail("reward")
         return 1.0
+
+
+@pytest.mark.parametrize("error", [AttributeError("no sum"), ValueError("no sum")])
+def test_a_done_that_fails_skips_its_rollout(error: Exception) -> None:
+    class Unsure(Sums):
+        @property
+        def done(self) -> bool:
+            raise error
+
+        @done.setter
+        def done(self, _: bool) -> None:
+            pass
+
+    (rollout,) = play(episodes(Policy(ADD, "11"), Unsure))
+    assert not rollout.score.scored
+    assert rollout.score.skip_reason.startswith(f"done of Unsure failed: {type(error).__name__}: no sum")
 
 
 @pytest.mark.parametrize("where", ["reset", "call", "reward"])

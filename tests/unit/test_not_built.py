@@ -16,6 +16,14 @@ BASE = {"model": {"policy": "p"}, "data": {"dataset": "d"}}
 EXPECTED: list[tuple[str, tuple[Any, ...]]] = [
     ("model.gradient_checkpointing", ("selective",)),
     ("data.format", ("nemo_gym",)),
+    (
+        "env.type",
+        (
+            "palingenesis.rl.envs.mcp:MCPEnv",
+            "palingenesis.rl.envs.openenv:OpenEnvAdapter",
+            "palingenesis.rl.envs.nemo_gym:NemoGymAdapter",
+        ),
+    ),
     ("train.optimizer", ("adamw8bit", "paged_adamw8bit")),
     ("train.fsdp", (True,)),
     ("train.cpu_offload", ()),
@@ -32,6 +40,9 @@ EXPECTED: list[tuple[str, tuple[Any, ...]]] = [
 ASKS: list[tuple[str, Any]] = [
     ("model.gradient_checkpointing", "selective"),
     ("data.format", "nemo_gym"),
+    ("env.type", "palingenesis.rl.envs.mcp:MCPEnv"),
+    ("env.type", "palingenesis.rl.envs.openenv:OpenEnvAdapter"),
+    ("env.type", "palingenesis.rl.envs.nemo_gym:NemoGymAdapter"),
     ("train.optimizer", "adamw8bit"),
     ("train.fsdp", True),
     ("train.cpu_offload", True),
@@ -67,6 +78,7 @@ def test_asking_for_a_missing_part_is_refused_as_such(option: str, value: Any) -
         ("rollout.backend", "hf"),
         ("rollout.max_staleness", 0),
         ("env.type", "single_turn"),
+        ("env.type", "my_envs.mcp:MCPEnv"),
         ("env.tools", []),
         ("sandbox.backend", "bubblewrap"),
         ("sandbox.workers", 8),

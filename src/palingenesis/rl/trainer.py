@@ -47,7 +47,7 @@ from palingenesis.rl.rollout.budget import Budget
 from palingenesis.rl.rollout.collect import Collector
 from palingenesis.rl.rollout.episode import Episodes
 from palingenesis.rl.rollout.producer import Producer
-from palingenesis.rl.rollout.prompts import Prompts
+from palingenesis.rl.rollout.prompts import Prompts, shown_tools
 from palingenesis.rl.rollout.score import Scorer
 from palingenesis.rl.types import Engine, Row, ScoredBatch, Sink
 
@@ -543,7 +543,7 @@ def load_rows(config: RLConfig, rewards: RewardSet, prompts: Prompts, environmen
     schemas = environments.schemas if environments is not None else ()  # None: a reset lists them, and measures again
 
     def count_tokens(row: Row) -> int:
-        return len(prompts.render(row, schemas or (row.tools if schemas == () else ())).ids)
+        return len(prompts.render(row, shown_tools(row, schemas)).ids)
 
     fits = config.rollout.max_model_len - 1
     longest = min(config.data.max_prompt_tokens or fits, fits)

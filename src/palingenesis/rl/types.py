@@ -110,8 +110,13 @@ class Row:
 
     @property
     def last_user_text(self) -> str:
-        """Text of the last user turn: what a reward receives as `prompt`; empty when there is none."""
-        return next((m.content for m in reversed(self.messages) if m.role == "user"), "")
+        """Text of the last user turn; empty when there is none."""
+        return last_user_text(self.messages)
+
+
+def last_user_text(messages: Sequence[Message]) -> str:
+    """Text of the last user turn; empty when there is none."""
+    return next((message.content for message in reversed(messages) if message.role == "user"), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,7 @@ class Trajectory:
         reasoning: the final turn's reasoning.
         raw: the final turn as sampled, reasoning included.
         reasoning_open: what stands before the final turn had already opened the think block.
+        prompt_turns: how many of `messages` are the prompt's; None: as many as the row has.
     """
 
     row: Row
@@ -186,6 +192,7 @@ class Trajectory:
     raw: str
     finish: Finish
     reasoning_open: bool = False
+    prompt_turns: int | None = None
 
     @property
     def completion_ids(self) -> tuple[int, ...]:
@@ -203,7 +210,11 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What reward functions may ask for about one rollout (or one row of a completions file)."""
+    """What reward functions may ask for about one rollout (or one row of a completions file).
+
+    `prompt_turns`: how many of `messages` are the prompt's, with what an environment opened it with; None: as many as the
+    row has.
+    """
 
     row: Row
     messages: tuple[Message, ...]
@@ -215,6 +226,20 @@ class Sample:
     env: Any = None
     sandbox: Any = None
     reasoning_open: bool = False
+    prompt_turns: int | None = None
+
+    @property
+    def prompt_messages(self) -> tuple[Message, ...]:
+        return self.messages[: self._prompt_turns]
+
+    @property
+    def answer_messages(self) -> tuple[Message, ...]:
+        """The policy's turns and the answers of tools."""
+        return self.messages[self._prompt_turns :]
+
+    @property
+    def _prompt_turns(self) -> int:
+        return len(self.row.messages) if self.prompt_turns is None else self.prompt_turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,19 +72,22 @@ class ToolResults:
             for call, answer in zip(padded, answers, strict=True)
         )
 
-    def render(self, calls: Sequence[ToolCall], answers: Sequence[str]) -> Given:
+    def render(self, calls: Sequence[ToolCall], answers: Sequence[str], ended_by: int | None = None) -> Given:
         """What is given after a turn that a stop token ended.
 
         Args:
             calls: the turn's calls.
             answers: at least one; one for each call, in order; further ones answer malformed calls.
+            ended_by: the stop token. Where the template ends turns with another (`<|endoftext|>` was sampled), that one
+                is given first, or the next turn would stand in one that never ended.
 
         Raises:
             ModelError: the template refuses these answers.
         """
         rendered = self._render(calls, answers)
         stops = [place for place, token in enumerate(rendered.ids) if token in self._stops]
-        ids = rendered.ids[stops[self._stops_to_cut - 1] + 1 :]
+        cut = stops[self._stops_to_cut - 1]
+        ids = rendered.ids[cut + (ended_by in (None, rendered.ids[cut])) :]
         return Given(ids, self._decode(ids), rendered.reasoning_open)
 
     def cut(self, text: str, max_tokens: int) -> str:

@@ -95,7 +95,7 @@ def _meaning(prefix: str, name: str, field: FieldInfo) -> str:
 def _missing(option: str) -> Iterator[str]:
     for entry in NOT_BUILT:
         if fnmatchcase(option, entry.option):
-            values = " and ".join(f"`{str(value).lower()}`" for value in entry.values)
+            values = " and ".join(f"`{_written(value)}`" for value in entry.values)
             yield f"Not built yet: {values}." if values else "Not built yet."
 
 

@@ -34,11 +34,17 @@ class NotBuilt:
         return is_set and value in self.values if self.values else bool(value != default)
 
 
+_ADAPTERS = (
+    "palingenesis.rl.envs.mcp:MCPEnv",
+    "palingenesis.rl.envs.openenv:OpenEnvAdapter",
+    "palingenesis.rl.envs.nemo_gym:NemoGymAdapter",
+)
 _TRACKER = "follow metrics.jsonl in train.output_dir"
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("model.gradient_checkpointing", ("selective",), "selective checkpointing", "use full or none"),
     NotBuilt("data.format", ("nemo_gym",), "the NeMo Gym row format", "convert the rows and use chat"),
+    NotBuilt("env.type", _ADAPTERS, "an adapter to other systems", "name a class with tool_schemas and call_tool"),
     NotBuilt("train.optimizer", ("adamw8bit", "paged_adamw8bit"), "8-bit AdamW", "use adamw"),
     NotBuilt("train.fsdp", (True,), "sharding over ranks", "leave it at auto and run one process"),
     NotBuilt("train.cpu_offload", (), "offloading to CPU memory", "leave it at false"),

@@ -286,7 +286,9 @@ class LossConfig(Options):
     """How token losses are averaged: over each prompt's tokens and then over prompts, over all tokens, or over rollouts
     times `rollout.max_completion_tokens`."""
     truncation: Literal["score", "mask"] = "score"
-    """Rollouts that a token budget cut: scored like any other, or kept out of the gradient."""
+    """Rollouts that a budget cut, of tokens (`rollout.max_new_tokens`, `rollout.max_completion_tokens`,
+    `rollout.max_model_len`) or of turns (`env.max_turns`, while the policy still called): scored like any other, or kept
+    out of the gradient."""
     overlong_buffer: Count = 0
     """Tokens before `rollout.max_completion_tokens` over which the overlong penalty grows. 0 is no penalty."""
     overlong_penalty: Positive = 1.0

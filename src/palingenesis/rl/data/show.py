@@ -34,16 +34,25 @@ _WIDEST = 200  # characters of a column's value
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 CountTokens = Callable[[Row], int]
+ToolsOf = Callable[[Row], Sequence[Mapping[str, Any]]]
 
 
 def show_data(
-    config: RLConfig, *, count: int | None = None, as_json: bool = False, count_tokens: CountTokens | None = None
+    config: RLConfig,
+    *,
+    count: int | None = None,
+    as_json: bool = False,
+    count_tokens: CountTokens | None = None,
+    tools_of: ToolsOf | None = None,
+    notices: Sequence[str] = (),
 ) -> None:
     """Print a run's rows: for people, or one JSON object a line with what was dropped on standard error.
 
     Args:
         count: rows to print, training rows first; None prints 3 to people and all as JSON.
         count_tokens: tokens of a row's rendered prompt; with it, prompts over the run's limit are dropped as there.
+        tools_of: the tools in a row's prompt, in chat-template form; None takes the row's own.
+        notices: further sentences for the summary.
 
     Raises:
         DataError: a file, row or column cannot be used.
@@ -54,8 +63,10 @@ def show_data(
     if config.rewards:
         check_verifiers(rowset.rows, config.rewards)
     if not count_tokens and config.data.max_prompt_tokens:
-        notice = "prompts were not measured against data.max_prompt_tokens; --tokens does so."
-        rowset = replace(rowset, notices=(*rowset.notices, notice))
+        notices = (*notices, "prompts were not measured against data.max_prompt_tokens; --tokens does so.")
+    rowset = replace(rowset, notices=(*rowset.notices, *notices))
+    if tools_of:
+        rowset = replace(rowset, train=_with(rowset.train, tools_of), held_out=_with(rowset.held_out, tools_of))
     if not as_json:
         Console().print(show(rowset, 3 if count is None else count, count_tokens=count_tokens))
         return
@@ -63,6 +74,10 @@ def show_data(
         print(line, file=sys.stderr)
     for row in rowset.rows[:count]:
         print(json.dumps(to_json(row, count_tokens=count_tokens), ensure_ascii=False))
+
+
+def _with(rows: Sequence[Row], tools_of: ToolsOf) -> tuple[Row, ...]:
+    return tuple(replace(row, tools=tuple(tools_of(row))) for row in rows)
 
 
 def to_json(row: Row, *, split: str = "", count_tokens: CountTokens | None = None) -> dict[str, Any]:

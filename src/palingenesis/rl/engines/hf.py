@@ -4,7 +4,8 @@
 
 Invariants:
 - One wave runs at a time. It holds every request that was pending when it started, so on a CPU the batch a row is
-  computed in, and with it every bit of its log-probs, is a function of what was asked and not of timing.
+  computed in, and with it every bit of its log-probs, is a function of what was asked and not of timing; but for turns
+  that had to wait for a tool or an environment (a thread, a server): they are asked for when that has answered.
 - A request's draw depends on its seed and its logits alone: token t is the inverse CDF of the softmax at the t-th
   uniform number of the request's own generator (float64 on both sides; in float32 a vocabulary's tail has no mass).
 - The log-prob of a token is read from the logits it was drawn from, at the request's temperature.

@@ -105,7 +105,7 @@ class ClassEnvironment(Environment):
         return exposed
 
     def is_done(self, env: Any) -> bool:
-        return bool(getattr(env, "done", False))
+        return inspect.getattr_static(env, "done", None) is not None and bool(env.done)
 
     # ----------------------------------------------------------------------------------------------------------- reset
 

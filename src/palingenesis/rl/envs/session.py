@@ -7,7 +7,7 @@
 
 Whose failure is what:
     a tool raises, is slow, or is called wrongly     the policy reads it as the tool's answer
-    the constructor, `reset` or `tool_schemas` raises or hangs, `get_reward` hangs     the sample is skipped
+    the constructor, `reset`, `tool_schemas` or `done` raises, one of them or `get_reward` hangs   the sample is skipped
     `get_reward` raises or returns no finite number  RewardError: the run stops and names class and row
     SkipSample from anywhere                         the sample is skipped
     a task group that a hook has entered fails       the environment is closed, the sample is skipped
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from palingenesis.rl.envs.running import Ended, Home, Runner
-from palingenesis.rl.envs.schema import BadArguments, Schema, Tool, check_parameters, expose, tools_of
+from palingenesis.rl.envs.schema import BadArguments, Schema, Tool
 from palingenesis.rl.errors import ConfigError, PalingenesisError, RewardError, SkipSample, StopRun
 from palingenesis.rl.plugins import nearest
 from palingenesis.rl.types import Message, Row, ToolCall
@@ -325,7 +325,12 @@ class _Session:
 
     @property
     def done(self) -> bool:
-        return self._environment.is_done(self.env)
+        try:
+            return self._environment.is_done(self.env)
+        except THROUGH:
+            raise
+        except Exception as error:  # a property of the user's
+            raise SkipSample(f"done of {self._environment.name} failed: {self._failure(error)}") from error
 
     async def reward(self, messages: Sequence[Message]) -> Mapping[str, float] | None:
         get_reward = self._environment.hook(self.env, "get_reward")
@@ -483,8 +488,5 @@ __all__ = [
     "Environments",
     "ToolAnswer",
     "as_text",
-    "check_parameters",
-    "expose",
-    "tools_of",
     "where",
 ]

@@ -30,7 +30,7 @@ from palingenesis.rl.errors import ConfigError, DataError, PalingenesisError, Re
 from palingenesis.rl.observe.waits import progress, waiting
 from palingenesis.rl.plugins import nearest, resolve
 from palingenesis.rl.rewards.threads import Threads
-from palingenesis.rl.types import Row, Sample
+from palingenesis.rl.types import Row, Sample, last_user_text
 
 Cell = float | SkipSample | None
 
@@ -40,7 +40,7 @@ CALL_S = 600.0
 PER_SAMPLE: Mapping[str, Callable[[Sample], Any]] = {
     "completion": lambda s: s.completion,
     "reasoning": lambda s: s.reasoning,
-    "prompt": lambda s: s.row.last_user_text,
+    "prompt": lambda s: last_user_text(s.prompt_messages),
     "messages": lambda s: [message.to_dict() for message in s.messages],
     "completion_ids": lambda s: list(s.completion_ids),
     "finish_reason": lambda s: s.finish_reason,

@@ -7,7 +7,7 @@ They run in the main thread of a process of their own, because many of them (TRL
 signals for their time-outs, which work nowhere else; and a process can be killed when a call passes its deadline.
 
 What a function receives, always by keyword and only as far as its signature takes it: `prompts` and `completions` as
-lists of messages (a completion's content is the raw text, reasoning included), `completion_ids`, every column as a
+lists of messages (the last turn's content is its raw text, reasoning included), `completion_ids`, every column as a
 list, `trainer_state` (None), `log_extra` and `log_metric` (which record nothing). A call that passes its deadline, or
 a process that cannot be had, skips the samples.
 """
@@ -108,7 +108,7 @@ def trl_arguments(samples: Sequence[Sample]) -> dict[str, Any]:
     names = dict.fromkeys(key for sample in samples for key in sample.row.columns)
     own = samples[0].row.prompt_column[0]
     return {
-        "prompts": [[message.to_dict() for message in sample.row.messages] for sample in samples],
+        "prompts": [[message.to_dict() for message in sample.prompt_messages] for sample in samples],
         "completions": [_completion(sample) for sample in samples],
         "completion_ids": [list(sample.completion_ids) for sample in samples],
         "columns": {name: [sample.row.columns.get(name) for sample in samples] for name in names},
@@ -118,7 +118,7 @@ def trl_arguments(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def _completion(sample: Sample) -> list[dict[str, Any]]:
     """The turns after the prompt; the last one's content is the text as sampled."""
-    turns = [message.to_dict() for message in sample.messages[len(sample.row.messages) :]]
+    turns = [message.to_dict() for message in sample.answer_messages]
     last = {"role": "assistant", "content": _with_opening(sample)}
     if turns and turns[-1]["role"] != "assistant":
         return turns

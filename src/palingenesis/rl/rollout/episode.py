@@ -206,7 +206,7 @@ class Episodes:
             began = time.monotonic()
             answers = await self._answers(session, parsed)
             await pace()
-            given = self.results.render(parsed.calls, [answer.text for answer in answers])
+            given = self.results.render(parsed.calls, [answer.text for answer in answers], completion.token_ids[-1])
             room, if_spent = self.budget.next_turn(so_far.sampled, len(so_far.ids) + len(given.ids))
             ended = self._ended(session, turn, room, if_spent)
             segment = Segment(
@@ -243,9 +243,7 @@ class Episodes:
     def _read(self, so_far: _SoFar, completion: Completion, seconds: float) -> ParsedTurn:
         """Take a sampled turn down; what it says and calls."""
         schemas = so_far.start.schemas
-        raw = self.template.decode(
-            self._without_stop(completion.token_ids), self.prompts.calls.marks if schemas else ()
-        )
+        raw = self._text(completion.token_ids, self.prompts.calls.marks if schemas else ())
         reasoning, answer = split_reasoning(raw, so_far.reasoning_open)
         parsed = ParsedTurn(answer, (), ())
         if schemas and completion.finish is not Finish.LENGTH:
@@ -274,8 +272,10 @@ class Episodes:
         await pace()
         return ToolAnswer(self.results.cut(answer.text, self.max_tool_output_tokens), answer.is_error)
 
-    def _without_stop(self, ids: Sequence[int]) -> Sequence[int]:
-        return ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids
+    def _text(self, ids: Sequence[int], marks: Sequence[str]) -> str:
+        """A turn decoded, without the token that ended it; but where that is a mark of a call, it closes the call."""
+        ends = bool(ids) and ids[-1] in self.stop_token_ids and self.template.decode(ids[-1:], marks) not in marks
+        return self.template.decode(ids[:-1] if ends else ids, marks)
 
 
 class _SoFar:
@@ -293,6 +293,7 @@ class _SoFar:
         self.start = start
         self.segments = [Segment("prompt", prompt.ids, prompt.text, sampled=False)]
         self.messages = list(prompt.messages)
+        self.prompt_turns = len(prompt.messages)
         self.ids = list(prompt.ids)
         self.sampled = 0
         self.reasoning_open = prompt.reasoning_open
@@ -317,6 +318,7 @@ class _SoFar:
             raw=self.raw,
             finish=finish,
             reasoning_open=self.reasoning_open,
+            prompt_turns=self.prompt_turns,
         )
 
 

@@ -70,6 +70,15 @@ class Prompts:
         return Prompt(messages, rendered.ids, rendered.text, rendered.reasoning_open)
 
 
+def shown_tools(row: Row, listed: Schemas | None) -> Schemas:
+    """The tools in `row`'s prompt: the environment's, or the row's own where that has none.
+
+    Args:
+        listed: `Environments.schemas`; None, for tools that only a reset lists, shows nothing yet.
+    """
+    return () if listed is None else listed or row.tools
+
+
 def _opened(messages: tuple[Message, ...], opening: str) -> tuple[Message, ...]:
     """`messages` with `opening` at the end of the last user turn; in a turn of its own where there is none."""
     if not opening:

@@ -32,6 +32,7 @@ def sample_of(episode: Episode) -> Sample:
         reasoning=trajectory.reasoning,
         raw=trajectory.raw,
         reasoning_open=trajectory.reasoning_open,
+        prompt_turns=trajectory.prompt_turns,
         finish_reason="length" if trajectory.finish.is_truncated else "stop",
         completion_ids=trajectory.completion_ids,
         env=episode.session.env if episode.session else None,

@@ -1,4 +1,4 @@
-"""Hermes: one JSON object a block. Qwen2.5, Qwen3, Hermes 2 and 3, SmolLM3.
+"""Hermes: one JSON object a block. Qwen2.5, Qwen3, Hermes 2 and 3.
 
 <tool_call>
 {"name": "search", "arguments": {"query": "Etna"}}

@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import dis
 import gc
 import io
 import linecache
@@ -30,6 +29,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from opcode import EXTENDED_ARG, opmap
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
@@ -39,6 +39,7 @@ _Exit = os._exit
 _MUTABLE = (list, dict, set)
 _FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 _read, _write = os.read, os.write
+_STORE_NAME = opmap["STORE_NAME"]
 _collect, _all_objects = gc.collect, gc.get_objects
 
 
@@ -211,17 +212,25 @@ class Names:
     def function(self, name: str) -> Any:
         """A function or class of the module's; None when it defines none of that name."""
         found = self._namespace.get(name)
-        own = found is not self._before.get(name) or self._binds(name)
-        return found if own and callable(found) else None
+        if not callable(found) or (found is self._before.get(name) and name not in _bound(self._code)):
+            return None
+        return found
 
     def method(self, name: str) -> Any:
         """A method of `Solution`, bound to a new one; None when there is none."""
         solution = self.function("Solution")
         return getattr(solution(), name) if callable(getattr(solution, name, None)) else None
 
-    def _binds(self, name: str) -> bool:
-        """The source binds the name to what it was before: `from math import gcd`."""
-        return any(one.opname == "STORE_NAME" and one.argval == name for one in dis.get_instructions(self._code))
+
+def _bound(code: CodeType) -> set[str]:
+    """Names that a module's code assigns, defines or imports: `from math import gcd` binds what was there already."""
+    names, high = set(), 0
+    for operation, low in zip(code.co_code[::2], code.co_code[1::2]):  # noqa: B905 (Python 3.9)
+        at = high << 8 | low
+        high = at if operation == EXTENDED_ARG else 0
+        if operation == _STORE_NAME:
+            names.add(code.co_names[at])
+    return names
 
 
 class Objects:
