@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +29,9 @@ Command = Callable[[argparse.Namespace, list[str]], None]
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code."""
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"warning: {message}\n"
+    )  # the place in the code tells a user nothing
     leave(run(sys.argv[1:] if argv is None else argv))
 
 

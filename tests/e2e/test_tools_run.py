@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,25 @@ def test_a_run_with_function_tools_on_the_real_engine(
         train={"steps": 2, "eval_samples": 4},
     )
     assert RLTrainer(config).train() is not None
-    assert "tools of env.tools: calculator" in capsys.readouterr().out
+    assert "calculator (env.tools)" in capsys.readouterr().out
     steps = lines(Path(config.train.output_dir) / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     assert {"turns", "tool_calls", "tool_errors"} <= set(steps[0])
     assert RLConfig.from_yaml(Path(config.train.output_dir) / "config.yaml") == config
+
+
+def test_a_step_without_a_score_says_why(
+    small: Callable[..., RLConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lost_env.py").write_text(
+        "class Lost:\n    def reset(self, **row): raise RuntimeError('db down')\n    def go(self) -> str: return ''\n"
+    )
+    config = small(env={"type": f"{tmp_path}/lost_env.py:Lost"}, rollout=LENGTHS, train={"steps": 1, "eval_samples": 1})
+    RLTrainer(config).train()
+    shown = " ".join(capsys.readouterr().out.split())
+    told = r"no optimizer step: (\d+) of \1 rollouts were skipped, most by environment: reset of Lost failed: RuntimeError: db"
+    assert re.search(told, shown), shown
+    assert "too hard or too easy" not in shown
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

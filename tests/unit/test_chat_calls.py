@@ -211,6 +211,10 @@ MALFORMED: list[tuple[str, str, str]] = [
     ("hermes", hermes('{"name": "f", "arguments": {"n": 1e999}}'), "too large a number"),
     ("hermes", hermes('{"name": "f", "arguments": {"i": %s}}' % ("9" * 5000)), "too many digits"),
     ("hermes", hermes('{"name": "f", "arguments": {"a": %s}}' % ("[" * 100_000)), "nested too deep"),
+    *(
+        ("hermes", hermes('{"name": "f", "arguments": {"a": %s}}' % ("[" * n + "]" * n)), "nested too deep")
+        for n in (70, 500, *range(975, 995))  # where some of what walks over arguments recurses too far
+    ),
     ("hermes", hermes('{"name": "f", "arguments": {"s": "x", "s": "y"}}'), "'s' is given twice"),
     ("hermes", hermes('{"name": "f", "name": "g", "arguments": {}}'), "'name' is given twice"),
     ("hermes", hermes('{"name": "f", "arguments": {"s": "\\ud800"}}'), "surrogate"),

@@ -122,7 +122,7 @@ def test_public_methods_are_the_tools() -> None:
     envs = environments(Room)
     assert envs.schemas is not None
     assert [schema["function"]["name"] for schema in envs.schemas] == public_methods(Room)
-    assert envs.listing == "tools of Room: inherited, look, leave, rules, kind"
+    assert envs.listing == "inherited, look, leave, rules, kind (Room)"
     assert use(Room, _names) == public_methods(Room)
 
 
@@ -649,7 +649,7 @@ def config(*tools: str, **options: Any) -> EnvConfig:
 def test_function_tools(folder: Path) -> None:
     async def main() -> None:
         envs = build(config("my_tools.py:double", "my_tools.py:wait"))
-        assert envs.listing == "tools of env.tools: double, wait"
+        assert envs.listing == "double, wait (env.tools)"
         session = await envs.open(ROW)
         assert session.schemas == envs.schemas
         assert session.env is None
@@ -685,13 +685,125 @@ def test_defective_function_tools(folder: Path, tools: list[str], options: dict[
 
 def test_allowed_functions(folder: Path) -> None:
     envs = build(config("my_tools.py:double", "my_tools.py:wait", allowed_tools=["d*"]))
-    assert envs.listing == "tools of env.tools: double"
+    assert envs.listing == "double (env.tools)"
 
 
 def test_classes_by_name(folder: Path) -> None:
     one = EnvConfig(type="my_tools.py:Env")
-    assert build(one, sandbox="BOX").listing == "tools of Env: tool"
+    assert build(one, sandbox="BOX").listing == "tool (Env)"
     assert wants_sandbox(one)
     assert not wants_sandbox(config("my_tools.py:double"))
     with pytest.raises(ConfigError, match=r"env.type: <function double"):
         build(EnvConfig(type="my_tools.py:double"))
+
+
+# -------------------------------------------------------------------------------------- code of the user's, everywhere
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+class Odd:
+    """Each hook and tool does what nobody expects of it."""
+
+    def go(self, x: int = 1) -> str:
+        raise Unspeakable
+
+
+class OddNew:
+    def __new__(cls) -> Any:
+        return None
+
+    def go(self) -> str:
+        return ""
+
+
+class OddAttributes(Odd):
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("go", "get_reward"):
+            raise SystemExit(4)
+        return super().__getattribute__(name)
+
+
+class OddNumber:
+    def __float__(self) -> float:
+        raise SystemExit(5)
+
+
+class OddReward(Odd):
+    def get_reward(self) -> Any:
+        return {"a": OddNumber()}
+
+
+class LateSchemas:
+    def tool_schemas(self) -> Any:
+        yield {"name": "go", "parameters": {"type": "object"}}
+        raise ConnectionError("gone")
+
+    def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
+        return name
+
+
+class NoJSON(LateSchemas):
+    def tool_schemas(self) -> Any:
+        return [{"name": "go", "parameters": {"type": "object", "properties": {"a": {"default": b"x"}}}}]
+
+
+def test_an_exception_that_cannot_be_shown_is_named() -> None:
+    answer = called(Odd, "go")
+    assert (answer.is_error, answer.text) == (True, "Error: Unspeakable, whose text cannot be shown")
+
+
+@pytest.mark.parametrize(
+    ("cls", "error", "message"),
+    [
+        (OddNew, ConfigError, r"OddNew\(\.\.\.\) makes a NoneType and no OddNew"),
+        (OddAttributes, SkipSample, "the tools of OddAttributes failed: SystemExit: 4"),
+        (LateSchemas, SkipSample, "tool_schemas of LateSchemas failed: ConnectionError: gone"),
+        (NoJSON, ConfigError, "the schema of 'go' holds what JSON cannot: Object of type bytes"),
+    ],
+)
+def test_whatever_a_hook_does_the_loop_goes_on(cls: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        use(cls, _names)
+
+
+def test_what_a_reward_is_made_of_is_not_trusted_either() -> None:
+    with pytest.raises(RewardError, match=r"get_reward of environment OddReward failed .*SystemExit: 5"):
+        rewarded(OddReward)
+
+
+def test_halves_of_surrogate_pairs_reach_no_tokenizer() -> None:
+    class Torn:
+        def reset(self) -> str:
+            return "a \udce9 room"
+
+        def tool_schemas(self) -> list[Any]:
+            return [{"name": "go", "description": "go \udce9", "parameters": {"type": "object"}}]
+
+        def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
+            return "\udce9"
+
+        def get_reward(self) -> dict[str, float]:
+            return {"a\udce9": 1.0}
+
+    async def look(session: EnvSession) -> Any:
+        return session.opening, session.schemas[0]["function"]["description"], await session.reward(())
+
+    assert use(Torn, look) == ("a ? room", "go ?", {"a?": 1.0})
+
+
+def test_methods_without_self_are_refused_at_start() -> None:
+    class Tool:
+        def go() -> str:  # type: ignore[misc]
+            return ""
+
+    class Reward(Odd):
+        def get_reward() -> float:  # type: ignore[misc]
+            return 1.0
+
+    for cls, name in ((Tool, "go"), (Reward, "get_reward")):
+        with pytest.raises(ConfigError, match=rf"{name} takes no `self`; write `def {name}\(self, \.\.\.\)`"):
+            environments(cls)

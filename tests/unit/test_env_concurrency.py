@@ -4,6 +4,7 @@ blocks the event loop, and what was left behind is bounded."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 import time
@@ -395,10 +396,9 @@ def test_a_task_group_that_fails_closes_the_environment_and_skips_the_sample() -
     async def main() -> None:
         envs = environments(Connected, tool_timeout=0.5, max_concurrent=1)
         opened = await envs.open(row(breaks=True))
-        answer = await opened.call(ToolCall("plus_one", {"number": 1}))
-        assert answer.is_error
-        with pytest.raises(SkipSample, match="environment Connected is lost"):
-            await opened.call(ToolCall("plus_one", {"number": 1}))
+        for _ in range(2):
+            with pytest.raises(SkipSample, match="environment Connected is lost"):
+                await opened.call(ToolCall("plus_one", {"number": 1}))
         with pytest.raises(SkipSample, match="environment Connected is lost"):
             await opened.reward([])
         assert Connected.closed == ["ConnectionError('gone')"]
@@ -408,6 +408,39 @@ def test_a_task_group_that_fails_closes_the_environment_and_skips_the_sample() -
 
     asyncio.run(main())
     assert Connected.closed == ["ConnectionError('gone')", ""]
+
+
+def test_a_task_group_that_fails_in_the_last_call_skips_the_sample() -> None:
+    """Also where the environment has no reward that would notice."""
+    anyio = pytest.importorskip("anyio")
+
+    class Lost:
+        async def reset(self) -> None:
+            self.group = anyio.create_task_group()
+            await self.group.__aenter__()
+            self.group.start_soon(self.breaks)
+
+        async def breaks(self) -> None:
+            await asyncio.sleep(0.05)
+            raise ConnectionError("gone")
+
+        async def go(self) -> str:
+            await asyncio.sleep(0.2)
+            return "an answer made without the server"
+
+        async def close(self) -> None:
+            with contextlib.suppress(BaseException):
+                await self.group.__aexit__(None, None, None)
+
+    async def main() -> None:
+        opened = await environments(Lost).open(row())
+        with pytest.raises(SkipSample, match="environment Lost is lost"):
+            await opened.call(ToolCall("go", {}))
+        with pytest.raises(SkipSample, match="environment Lost is lost"):
+            await opened.reward([])
+        await opened.close()
+
+    asyncio.run(main())
 
 
 def test_a_task_group_that_fails_under_a_reward_skips_the_sample() -> None:

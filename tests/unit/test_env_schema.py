@@ -231,6 +231,11 @@ def lambda_of() -> Callable[[], None]:
     [
         ("def f(x): ...", "argument 'x' has no type hint; write one, such as `x: str`"),
         ("def f(x: Opaque): ...", "argument 'x': its type Opaque cannot be described"),
+        ("def f(x: Annotated[str, Field(pattern='(?!x)a')]): ...", "argument 'x': its type "),
+        ("def f(x: Annotated[int, Field(ge='x')]): ...", "argument 'x': its type "),
+        ("def f(x: '1/0'): ...", "argument 'x': its type '1/0' cannot be described"),
+        ("def f(x: Annotated[int, Field(default=5)]): ...", "argument 'x': its default stands in pydantic's Field"),
+        ("def f(x: int = Field(default=3, ge=1)): ...", "argument 'x': its default stands in pydantic's Field"),
         ("def f(y: int, x: list[Opaque]): ...", "argument 'x': its type"),
         ("def f(x: Callable[[int], int]): ...", "argument 'x': its type"),
         (
@@ -245,7 +250,7 @@ def lambda_of() -> Callable[[], None]:
     ],
 )
 def test_what_cannot_be_described_is_an_error(source: str, says: str) -> None:
-    names: dict[str, Any] = {"Opaque": Opaque, "Callable": Callable}
+    names: dict[str, Any] = {"Opaque": Opaque, "Callable": Callable, "Annotated": Annotated, "Field": Field}
     exec(source, names)
     with pytest.raises(ConfigError) as caught:
         tool_of(names["f"], "env.tools: t.py:f")

@@ -159,7 +159,7 @@ def test_three_batches_of_outage_stop_the_run() -> None:
 
     made = collector(["mixed"], rewards=[down])
     collect(made, steps=2)
-    with pytest.raises(OutageError, match=r"100%.*max_skipped is 0.5.*'down'.*connection refused"):
+    with pytest.raises(OutageError, match=r"100%.*max_skipped is 0.5.*by down: connection refused"):
         collect(made)
 
 

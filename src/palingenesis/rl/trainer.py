@@ -46,6 +46,7 @@ from palingenesis.rl.rewards import RewardSet
 from palingenesis.rl.rollout.budget import Budget
 from palingenesis.rl.rollout.collect import Collector
 from palingenesis.rl.rollout.episode import Episodes
+from palingenesis.rl.rollout.outages import most_skipped
 from palingenesis.rl.rollout.producer import Producer
 from palingenesis.rl.rollout.prompts import Prompts, shown_tools
 from palingenesis.rl.rollout.score import Scorer
@@ -199,7 +200,8 @@ class Run:
             if self.is_due(self.config.logging.dump_trajectories, batch.step):
                 write_rollouts(self.folder, batch, result.advantages, result.mask_reasons)
         if not result.stepped:
-            self.log.no_step(batch.step)
+            rollouts = [rollout for group in (*batch.groups, *batch.set_aside) for rollout in group.rollouts]
+            self.log.no_step(batch.step, len(rollouts), *most_skipped(rollouts))
         values = {**batch_metrics(batch), **result.metrics, **self.clock.lap()}
         generating = values["time/step" if self.overlaps else "time/rollout"]
         usage = self.rewards.usage()

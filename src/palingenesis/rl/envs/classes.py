@@ -74,9 +74,11 @@ class ClassEnvironment(Environment):
             raise ConfigError(f"{where} has {listing[0]} but no {other}; the one lists the tools, the other runs them.")
         if listing:
             return None
+        exposed = self._exposed(public)
+        for name in exposed:
+            _parameters(cls, name)
         return tuple(
-            tool_of(getattr(cls, name), f"{where}.{name}", is_method=_takes_self(cls, name))
-            for name in self._exposed(public)
+            tool_of(getattr(cls, name), f"{where}.{name}", is_method=_takes_self(cls, name)) for name in exposed
         )
 
     def _exposed(self, names: Sequence[str]) -> list[str]:
@@ -85,7 +87,10 @@ class ClassEnvironment(Environment):
 
     def _make(self, row: Row) -> tuple[Any, dict[str, Any]]:
         arguments = self._reset_arguments(row)
-        return self.cls(**copy.deepcopy(self._args), **self._sandbox), arguments
+        made = self.cls(**copy.deepcopy(self._args), **self._sandbox)
+        if not isinstance(made, self.cls):
+            raise ConfigError(f"{self._where}(...) makes a {type(made).__name__} and no {self.name}; see its __new__.")
+        return made, arguments
 
     def hook(self, env: Any, name: str) -> Callable[..., Any] | None:
         if env is None or not is_method(self.cls, name):
@@ -203,7 +208,11 @@ def _takes_self(cls: type, name: str) -> bool:
 
 def _parameters(cls: type, name: str) -> list[inspect.Parameter]:
     parameters = list(inspect.signature(getattr(cls, name)).parameters.values())
-    return parameters[1:] if _takes_self(cls, name) else parameters
+    if not _takes_self(cls, name):
+        return parameters
+    if not parameters:
+        raise ConfigError(f"env.type: {cls.__name__}.{name} takes no `self`; write `def {name}(self, ...)`.")
+    return parameters[1:]
 
 
 def _read_reset(cls: type, where: str) -> _Asks:

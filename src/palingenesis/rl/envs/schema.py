@@ -34,10 +34,11 @@ from jsonschema.protocols import Validator
 from jsonschema.validators import Draft202012Validator, validator_for
 from pydantic import BaseModel, Field, TypeAdapter, create_model
 from pydantic import ValidationError as PydanticValidationError
-from pydantic.errors import PydanticUserError
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 from referencing import Registry
 
+from palingenesis.rl.chat.results import clean
 from palingenesis.rl.data.formats.chat import read_tool
 from palingenesis.rl.errors import ConfigError
 from palingenesis.rl.plugins import nearest
@@ -154,14 +155,23 @@ def _hint(parameter: inspect.Parameter, function: Callable[..., Any], where: str
         hint = _portable(_evaluated(parameter, function))
         hint = Optional[hint] if parameter.default is None else hint  # noqa: UP045 - `limit: int = None` allows null
         TypeAdapter(hint).json_schema(schema_generator=_NoWarnings)
-    except (PydanticUserError, NameError, TypeError, SyntaxError) as error:
+    except Exception as error:  # pydantic's, or of the hint's own code
         shown = parameter.annotation if isinstance(parameter.annotation, str) else _type_name(parameter.annotation)
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"{argument}: its type {shown} cannot be described to the policy ({reason}). Use plain types, Literal, "
             "enums, lists, dicts, TypedDicts, dataclasses or pydantic models."
         ) from error
+    if isinstance(parameter.default, FieldInfo) or any(_gives_default(part) for part in typing.get_args(hint)):
+        raise ConfigError(
+            f"{argument}: its default stands in pydantic's Field, which is not applied when the function is called; write "
+            f"`{parameter.name}: Annotated[int, Field(ge=1)] = 3`, with the default behind the hint."
+        )
     return hint
+
+
+def _gives_default(part: Any) -> bool:
+    return isinstance(part, FieldInfo) and not part.is_required()
 
 
 def _evaluated(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
@@ -255,17 +265,30 @@ def tools_of(schemas: Any, call_tool: Callable[..., Any], where: str) -> tuple[T
         raise ConfigError(f"{where} returned {_short(schemas)}; it returns a list of tool schemas.")
     tools = []
     for number, raw in enumerate(schemas, start=1):
-        body = read_tool(raw, f"{where}, tool {number}")["function"]
-        clean = {**body, "description": body.get("description") or "", "parameters": tidy(body["parameters"])}
-        name = body["name"]
-        read = functools.partial(read_by_schema, name, clean["parameters"])
+        name, body = _plain_tool(raw, f"{where}, tool {number}")
+        read = functools.partial(read_by_schema, name, body["parameters"])
         run = functools.partial(call_tool, name)
-        tools.append(Tool({"type": "function", "function": clean}, run, read, by_name=False))
+        tools.append(Tool({"type": "function", "function": body}, run, read, by_name=False))
     names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{where} lists {names.count(name)} tools called {name!r}; give each its own name.")
     return tuple(tools)
+
+
+def _plain_tool(raw: Any, where: str) -> tuple[str, dict[str, Any]]:
+    """The name by which the environment knows a tool, and the tool as it is shown: what JSON holds, in whole characters."""
+    body = read_tool(raw, where)["function"]
+    try:
+        text = json.dumps(body, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: the schema of {body['name']!r} holds what JSON cannot: {error}.") from error
+    shown = json.loads(clean(text))
+    return body["name"], {
+        **shown,
+        "description": shown.get("description") or "",
+        "parameters": tidy(shown["parameters"]),
+    }
 
 
 def check_parameters(tool: Tool, where: str) -> None:

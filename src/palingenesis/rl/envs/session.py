@@ -26,11 +26,12 @@ import json
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from palingenesis.rl.chat.results import clean
 from palingenesis.rl.envs.running import Ended, Home, Runner
 from palingenesis.rl.envs.schema import BadArguments, Schema, Tool
 from palingenesis.rl.errors import ConfigError, PalingenesisError, RewardError, SkipSample, StopRun
@@ -168,7 +169,7 @@ class Environments:
         if tools is None:
             return f"{self._environment.name} lists its tools after each reset"
         names = ", ".join(tool.name for tool in tools) or "none"
-        return f"tools of {self._environment.name}: {names}"
+        return f"{names} ({self._environment.name})"
 
     @property
     def has_reward(self) -> bool:
@@ -245,9 +246,9 @@ class _Session:
             self._making = asyncio.create_task(self._runner.run(make, self._told("the constructor"), RESET_S))
             # Shielded: a constructor that ends after its rollout was cancelled has made something that is to be closed.
             self.env, arguments = self._started("the constructor", await asyncio.shield(self._making))
-        if reset := environment.hook(self.env, "reset"):
+        if reset := self._hook("reset"):
             self.opening = self._text(await self._start("reset", functools.partial(reset, **arguments)))
-        tools = await self._listed() if environment.tools is None else environment.bound_tools(self.env)
+        tools = await self._listed() if environment.tools is None else self._bound_tools()
         self._tools = {tool.name: tool for tool in tools}
         self.schemas = tuple(tool.schema for tool in tools)
 
@@ -278,15 +279,30 @@ class _Session:
         raise SkipSample(f"{name} of {self._environment.name} failed: {self._failure(ended.error)}") from ended.error
 
     async def _listed(self) -> tuple[Tool, ...]:
-        environment = self._environment
-        tool_schemas, call_tool = (environment.hook(self.env, name) for name in ("tool_schemas", "call_tool"))
+        tool_schemas, call_tool = self._hook("tool_schemas"), self._hook("call_tool")
         assert tool_schemas is not None
         assert call_tool is not None
-        return environment.listed_tools(await self._start("tool_schemas", tool_schemas), call_tool)
+        schemas = await self._start("tool_schemas", tool_schemas)
+        if isinstance(schemas, Iterator):
+            schemas = await self._start("tool_schemas", functools.partial(list, schemas))
+        return self._environment.listed_tools(schemas, call_tool)
+
+    def _bound_tools(self) -> tuple[Tool, ...]:
+        try:
+            return self._environment.bound_tools(self.env)
+        except BaseException as error:
+            raise SkipSample(f"the tools of {self._environment.name} failed: {self._failure(error)}") from error
+
+    def _hook(self, name: str) -> Callable[..., Any] | None:
+        """A method of the object; an object that may not be looked at skips the sample."""
+        try:
+            return self._environment.hook(self.env, name)
+        except BaseException as error:
+            raise SkipSample(f"{name} of {self._environment.name} failed: {self._failure(error)}") from error
 
     def _text(self, opening: Any) -> str:
         if opening is None or isinstance(opening, str):
-            return opening or ""
+            return clean(opening or "")
         raise ConfigError(
             f"env.type: reset of {self._environment.name} returned {_short(opening)}; it returns text for the policy, "
             "or nothing."
@@ -304,16 +320,25 @@ class _Session:
             return _error(
                 "an earlier call of this episode has passed its time-out and still runs; nothing can be called"
             )
-        try:
-            bound = tool.bound(tool.read(call.arguments))
-        except BadArguments as error:
-            return _error(str(error))
-        except Exception as error:  # noqa: BLE001 - a validator of the user's own types may raise anything, as a tool may
-            return _answer(Ended(error=error))
-        ended = await self._run(bound, f"tool {call.name!r}")
+        read = await self._read(tool, call.arguments)
+        if isinstance(read.error, BadArguments):
+            return _error(str(read.error))
+        if read.error is not None:
+            return _answer(read)
+        ended = await self._run(tool.bound(read.value), f"tool {call.name!r}")
         if ended.error is None and not isinstance(ended.value, _PLAIN):
             ended = await self._run(functools.partial(as_text, ended.value), f"the result of tool {call.name!r}")
+        self._check_there()
         return _answer(ended)
+
+    async def _read(self, tool: Tool, arguments: Mapping[str, Any]) -> Ended:
+        """The arguments, checked. Of a bare schema in a thread: checking a long list against one takes a second."""
+        if not tool.by_name:
+            return await self._run(functools.partial(tool.read, arguments), f"the arguments of tool {tool.name!r}")
+        try:
+            return Ended(tool.read(arguments))
+        except BaseException as error:  # noqa: BLE001 - a validator of the user's own types may raise anything, as a tool may
+            return Ended(error=error)
 
     async def _run(self, call: Callable[[], Any], what: str) -> Ended:
         ended = await self._runner.run(call, what, self._timeout)
@@ -329,18 +354,21 @@ class _Session:
             return self._environment.is_done(self.env)
         except THROUGH:
             raise
-        except Exception as error:  # a property of the user's
+        except BaseException as error:  # a property of the user's
             raise SkipSample(f"done of {self._environment.name} failed: {self._failure(error)}") from error
 
     async def reward(self, messages: Sequence[Message]) -> Mapping[str, float] | None:
-        get_reward = self._environment.hook(self.env, "get_reward")
+        self._check_there()
+        get_reward = self._hook("get_reward")
         if get_reward is None:
             return None
-        self._check_there()
         if self._environment.reward_reads_messages:
             get_reward = functools.partial(get_reward, messages=[message.to_dict() for message in messages])
         ended = await self._runner.run(get_reward, self._told("get_reward"), REWARD_S, self._home)
         told = f"get_reward of environment {self._environment.name}"
+        if ended.error is None and not _is_plain(ended.value):  # its conversion is the user's code
+            read = functools.partial(_components, ended.value, f"{told} for {where(self._row)}")
+            ended = await self._runner.run(read, self._told("get_reward"), REWARD_S)
         if ended.error is None:
             return _components(ended.value, f"{told} for {where(self._row)}")
         if isinstance(ended.error, THROUGH):
@@ -382,12 +410,15 @@ class _Session:
             self._closed(self)
 
     async def _close_env(self) -> None:
-        if close := self._environment.hook(self.env, "close"):
-            ended = await self._runner.run(close, self._told("close"), CLOSE_S, self._home)
-            if ended.error is not None:
-                # The rollout is scored by now, so nobody else would hear of it. Python shows an equal warning once.
-                told = f"close of environment {self._environment.name} failed: {self._failure(ended.error)}"
-                warnings.warn(told, RuntimeWarning, stacklevel=2)
+        try:
+            close = self._hook("close")
+            ended = await self._runner.run(close, self._told("close"), CLOSE_S, self._home) if close else Ended()
+        except SkipSample as error:
+            ended = Ended(error=error)
+        if ended.error is not None:
+            # The rollout is scored by now, so nobody else would hear of it. Python shows an equal warning once.
+            told = f"close of environment {self._environment.name} failed: {self._failure(ended.error)}"
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
 
     # ----------------------------------------------------------------------------------------------------------- words
 
@@ -395,7 +426,7 @@ class _Session:
         return f"{name} of {self._environment.name} for {where(self._row)}"
 
     def _failure(self, error: BaseException) -> str:
-        return f"{type(error).__name__}: {error}{_place(error, self._environment.file)}"
+        return f"{_words(error)}{_place(error, self._environment.file)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
@@ -432,14 +463,32 @@ def _answer(ended: Ended) -> ToolAnswer:
             return _answer(Ended(error=error))
     if isinstance(ended.error, THROUGH):
         raise ended.error
-    return _error(f"{type(ended.error).__name__}: {ended.error}")
+    return _error(_words(ended.error))
+
+
+def _words(error: BaseException) -> str:
+    """The exception's class and text."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException:  # noqa: BLE001 - the text is the user's code
+        return f"{type(error).__name__}, whose text cannot be shown"
 
 
 def _error(text: str) -> ToolAnswer:
     return ToolAnswer(f"Error: {text}", is_error=True)
 
 
-def _components(value: Any, told: str) -> Mapping[str, float] | None:
+def _is_plain(value: Any) -> bool:
+    """Numbers of Python's own, or a dict of them by name."""
+    if type(value) is dict:
+        return all(type(name) is str and type(part) in _NUMBERS for name, part in value.items())
+    return value is None or type(value) in _NUMBERS
+
+
+_NUMBERS = (bool, int, float)
+
+
+def _components(value: Any, told: str) -> dict[str, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -447,7 +496,7 @@ def _components(value: Any, told: str) -> Mapping[str, float] | None:
     for name in value:
         if not isinstance(name, str) or not name:
             raise RewardError(f"{told} has a component called {_short(name)}; names are text.")
-    return {name: _finite(part, f"{told}, component {name!r},") for name, part in value.items()}
+    return {clean(name): _finite(part, f"{told}, component {name!r},") for name, part in value.items()}
 
 
 def _finite(value: Any, told: str) -> float:

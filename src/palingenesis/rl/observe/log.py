@@ -105,9 +105,15 @@ class Log:
         rewards = "  ".join(f"{name} {value:.3f}" for name, value in shown.items()) or "nothing could be scored"
         self.say(f"  held out after step {step} ({values['rows']} rows): {rewards}")
 
-    def no_step(self, step: int) -> None:
-        """Say that the optimizer did not step: why once, and later only where a row is printed."""
-        if not self._idle:
+    def no_step(self, step: int, rollouts: int, skipped: int, why: str) -> None:
+        """Say that the optimizer did not step: why once, and later only where a row is printed.
+
+        Args:
+            rollouts: of this step; `skipped` of them could not be scored, most of them for `why`.
+        """
+        if skipped:
+            self.say(f"  step {step}: no optimizer step: {skipped} of {rollouts} rollouts were skipped, most by {why}")
+        elif not self._idle:
             self.say(
                 f"  step {step}: no group had two different rewards, so there was nothing to learn and no optimizer "
                 "step.\n  If this goes on, the task is too hard or too easy for this policy."

@@ -24,15 +24,19 @@ from typing import Any, TextIO
 from palingenesis.rl.errors import UsageError
 from palingenesis.rl.types import Group, Rollout, ScoredBatch, Segment
 
+MOST_DEPTH = 100  # of a column or an argument; deeper ones are no data that anybody reads
 
-def clean(value: Any) -> Any:
-    """`value` with what JSON cannot hold made readable: NaN and infinities become null."""
+
+def clean(value: Any, depth: int = 0) -> Any:
+    """`value` with what JSON cannot hold made readable: NaN and infinities become null, what is nested too deep `...`."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, Mapping | list | tuple) and depth > MOST_DEPTH:
+        return "..."
     if isinstance(value, Mapping):
-        return {str(key): clean(item) for key, item in value.items()}
+        return {str(key): clean(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [clean(item) for item in value]
+        return [clean(item, depth + 1) for item in value]
     return value
 
 
@@ -67,7 +71,7 @@ class RunFiles:
         path.write_text("".join(kept), encoding="utf-8")
         if path.stem == "eval" and kept:
             self.last_eval = json.loads(kept[-1])["step"]
-        return path.open("a", encoding="utf-8")
+        return path.open("a", encoding="utf-8", errors="replace")  # half a surrogate pair is no reason to end a run
 
     def write_config(self, text: str) -> None:
         (self.folder / "config.yaml").write_text(text, encoding="utf-8")
@@ -146,7 +150,7 @@ def write_rollouts(
     """
     path = folder / "rollouts" / f"step_{batch.step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", errors="replace") as file:
         file.write(dumps({"kind": "engine", "step": batch.step, "timeline": batch.timeline}) + "\n")
         for group, trained in _with_fate(batch):
             for rollout in group.rollouts:

@@ -11,6 +11,16 @@ from palingenesis.rl.types import Rollout
 OUTAGE_BATCHES = 3  # batches over which `train.max_skipped` is judged
 
 
+def most_skipped(rollouts: Sequence[Rollout]) -> tuple[int, str]:
+    """How many rollouts were skipped, and for what most of them: `environment: reset of Maze failed ...`."""
+    skipped = [r.score for r in rollouts if not r.score.scored]
+    if not skipped:
+        return 0, ""
+    source, _ = Counter(score.skip_source for score in skipped).most_common(1)[0]
+    reason = next(score.skip_reason for score in reversed(skipped) if score.skip_source == source)
+    return len(skipped), f"{source}: {reason}"
+
+
 class Outages:
     """Watches the share of skipped rollouts.
 
@@ -28,16 +38,14 @@ class Outages:
         Raises:
             OutageError: naming the source that skipped most and its last reason.
         """
-        skipped = [r.score for r in rollouts if not r.score.scored]
-        self._recent.append((len(skipped), len(rollouts)))
+        skipped, why = most_skipped(rollouts)
+        self._recent.append((skipped, len(rollouts)))
         share = sum(s for s, _ in self._recent) / max(1, sum(n for _, n in self._recent))
         if len(self._recent) < OUTAGE_BATCHES or share <= self.limit or not skipped:
             return
-        source, count = Counter(score.skip_source for score in skipped).most_common(1)[0]
-        reason = next(score.skip_reason for score in reversed(skipped) if score.skip_source == source)
         raise OutageError(
             f"{share:.0%} of the rollouts of the last {OUTAGE_BATCHES} batches could not be scored "
-            f"(train.max_skipped is {self.limit:g}). Most were skipped by {source!r} ({count} in this batch): {reason}"
+            f"(train.max_skipped is {self.limit:g}), {skipped} in this batch. Most were skipped by {why}"
         )
 
     def state_dict(self) -> list[list[int]]:

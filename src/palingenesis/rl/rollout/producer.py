@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
+from palingenesis.rl.errors import StallError
 from palingenesis.rl.observe import waits
 
 T = TypeVar("T")
@@ -52,6 +53,10 @@ class Producer:
                         if future.done():  # in this very moment, or with a TimeoutError of its own
                             return future.result()
                         interrupted()
+                        if not self._thread.is_alive():
+                            raise StallError(
+                                "the rollout loop has ended: code of yours that runs on it called sys.exit()."
+                            ) from None
                         self.soon(waits.progress, LOOP)
                         waits.check()
         finally:
@@ -68,6 +73,9 @@ class Producer:
         Args:
             patience: seconds on top of CLOSE_S, for a `last` that may rightly take long.
         """
+
+        if not self._thread.is_alive():
+            return False
 
         async def drain() -> None:
             if last is not None:

@@ -218,7 +218,7 @@ async def _docker(*arguments: str, limit: float = ASK_TIMEOUT) -> tuple[int, str
 
 
 def _short(text: str) -> str:
-    return " ".join(text.split())[:400].rstrip(".")
+    return " ".join(text.split())[:400].rstrip(".?")
 
 
 __all__ = ["LABEL", "START_TIMEOUT", "DockerBackend"]

@@ -22,6 +22,7 @@ from palingenesis.rl.types import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MOST_ERRORS = 16  # a turn with more is babble; each error costs the policy some forty tokens of context
+MOST_DEPTH = 64  # lists and objects in each other; what walks over arguments later may recurse
 MOST_CALLS = 32  # a turn with more is a flood: each one runs, at once with the others, and is answered
 _EXCERPT = 40  # characters of a malformed call that its error quotes
 _TOO_MANY = (
@@ -104,9 +105,13 @@ def skip_space(text: str, position: int) -> int:
 
 
 def read_json(text: str, position: int = 0) -> tuple[Any, int]:
-    """The JSON value at a position and where it ends. Keys given twice and numbers JSON cannot write are Malformed."""
+    """The JSON value at a position and where it ends. Keys given twice, numbers JSON cannot write and deep nesting are
+    Malformed."""
     try:
-        return _DECODER.raw_decode(text, position)
+        value, end = _DECODER.raw_decode(text, position)
+        if _depth(value) > MOST_DEPTH:
+            raise Malformed("its JSON is nested too deep")
+        return value, end
     except Malformed:
         raise
     except json.JSONDecodeError as error:
@@ -116,6 +121,18 @@ def read_json(text: str, position: int = 0) -> tuple[Any, int]:
         raise Malformed("its JSON is nested too deep") from None
     except ValueError:  # Python refuses integers of more than 4,300 digits
         raise Malformed("its JSON holds a number with too many digits") from None
+
+
+def _depth(value: Any) -> int:
+    """How many lists and objects stand in each other; past MOST_DEPTH it is not counted."""
+    depth, level = 0, [value]
+    while depth <= MOST_DEPTH:
+        level = [part for part in level if isinstance(part, (dict, list))]
+        if not level:
+            break
+        depth += 1
+        level = [inner for part in level for inner in (part.values() if isinstance(part, dict) else part)]
+    return depth
 
 
 def read_whole_json(text: str) -> Any:
