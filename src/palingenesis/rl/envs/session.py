@@ -46,6 +46,8 @@ RESET_S = 300.0  # the constructor, and `reset`: a remote environment may start 
 REWARD_S = 300.0
 CLOSE_S = 30.0
 
+LONG = 10_000  # characters of arguments
+
 THROUGH = (SkipSample, PalingenesisError, StopRun)  # raised by the user's code on purpose
 
 
@@ -332,8 +334,11 @@ class _Session:
         return _answer(ended)
 
     async def _read(self, tool: Tool, arguments: Mapping[str, Any]) -> Ended:
-        """The arguments, checked. Of a bare schema in a thread: checking a long list against one takes a second."""
-        if not tool.by_name:
+        """The arguments, checked; long ones against a bare schema in a thread, since 30,000 items take a second.
+
+        Short ones here, so that the calls of a turn begin in their order.
+        """
+        if not tool.by_name and len(repr(arguments)) > LONG:
             return await self._run(functools.partial(tool.read, arguments), f"the arguments of tool {tool.name!r}")
         try:
             return Ended(tool.read(arguments))
