@@ -29,9 +29,8 @@ Command = Callable[[argparse.Namespace, list[str]], None]
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit with its code."""
-    warnings.formatwarning = lambda message, *_, **__: (
-        f"warning: {message}\n"
-    )  # the place in the code tells a user nothing
+    # The place in the code tells a user nothing.
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     leave(run(sys.argv[1:] if argv is None else argv))
 
 

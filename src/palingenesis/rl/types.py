@@ -114,6 +114,11 @@ class Row:
         return last_user_text(self.messages)
 
 
+def where(row: Row) -> str:
+    """The row's name for errors: its id and where it stands."""
+    return f"row {row.id} ({row.source})" if row.source else f"row {row.id}"
+
+
 def last_user_text(messages: Sequence[Message]) -> str:
     """Text of the last user turn; empty when there is none."""
     return next((message.content for message in reversed(messages) if message.role == "user"), "")

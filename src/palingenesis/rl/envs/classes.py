@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from palingenesis.rl.envs.schema import Tool, check_parameters, expose, tool_of, tools_of
-from palingenesis.rl.envs.session import Environment, where
+from palingenesis.rl.envs.session import Environment
 from palingenesis.rl.errors import ConfigError, DataError
 from palingenesis.rl.plugins import nearest
-from palingenesis.rl.types import Row
+from palingenesis.rl.types import Row, where
 
 HOOKS = ("reset", "get_reward", "close", "tool_schemas", "call_tool")
 SANDBOX = "sandbox"  # the constructor's argument that the trainer fills

@@ -36,7 +36,7 @@ from palingenesis.rl.envs.running import Ended, Home, Runner
 from palingenesis.rl.envs.schema import BadArguments, Schema, Tool
 from palingenesis.rl.errors import ConfigError, PalingenesisError, RewardError, SkipSample, StopRun
 from palingenesis.rl.plugins import nearest
-from palingenesis.rl.types import Message, Row, ToolCall
+from palingenesis.rl.types import Message, Row, ToolCall, where
 
 if TYPE_CHECKING:
     from palingenesis.rl.config.schema import EnvConfig
@@ -517,11 +517,6 @@ def _finite(value: Any, told: str) -> float:
     return number
 
 
-def where(row: Row) -> str:
-    """The row's name for errors: its id and where it stands."""
-    return f"row {row.id} ({row.source})" if row.source else f"row {row.id}"
-
-
 def _place(error: BaseException, file: str) -> str:
     """` (my_env.py:12)`: the last line of the environment's own file that the exception passed.
 
@@ -542,5 +537,4 @@ __all__ = [
     "Environments",
     "ToolAnswer",
     "as_text",
-    "where",
 ]

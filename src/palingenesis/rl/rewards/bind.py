@@ -30,7 +30,7 @@ from palingenesis.rl.errors import ConfigError, DataError, PalingenesisError, Re
 from palingenesis.rl.observe.waits import progress, waiting
 from palingenesis.rl.plugins import nearest, resolve
 from palingenesis.rl.rewards.threads import Threads
-from palingenesis.rl.types import Row, Sample, last_user_text
+from palingenesis.rl.types import Row, Sample, last_user_text, where
 
 Cell = float | SkipSample | None
 
@@ -495,11 +495,6 @@ def _place(error: BaseException, function: Callable[..., Any]) -> str:
     module = inspect.getmodule(function)
     own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == getattr(module, "__file__", None)]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-
-
-def where(row: Row) -> str:
-    """The row's name for errors: its id and where it stands."""
-    return f"row {row.id} ({row.source})" if row.source else f"row {row.id}"
 
 
 def span(samples: Sequence[Sample]) -> str:

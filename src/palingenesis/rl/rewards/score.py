@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from palingenesis.rl.data import check_verifiers
 from palingenesis.rl.errors import ConfigError, DataError, SkipSample
-from palingenesis.rl.rewards.bind import BoundReward, Cell, Usage, bind, clock, gather, where
+from palingenesis.rl.rewards.bind import BoundReward, Cell, Usage, bind, clock, gather
 from palingenesis.rl.rewards.threads import Threads
 from palingenesis.rl.sandbox.job import Sandbox, Status
-from palingenesis.rl.types import Outcome, Row, Sample, Score
+from palingenesis.rl.types import Outcome, Row, Sample, Score, where
 
 if TYPE_CHECKING:
     from palingenesis.rl.config.schema import RewardConfig, SandboxConfig

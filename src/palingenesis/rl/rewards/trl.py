@@ -30,7 +30,6 @@ from palingenesis.rl.rewards.bind import (
     is_async,
     numbers,
     parameters_of,
-    where,
 )
 from palingenesis.rl.rewards.threads import Threads
 from palingenesis.rl.rewards.workers import (
@@ -40,7 +39,7 @@ from palingenesis.rl.rewards.workers import (
     WorkerPool,
     WorkersUnavailableError,
 )
-from palingenesis.rl.types import Row, Sample
+from palingenesis.rl.types import Row, Sample, where
 
 DEADLINE = 60.0  # seconds one call may take, unless `args.timeout` says otherwise
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
