@@ -20,6 +20,12 @@ from typing import Any
 from palingenesis.rl.errors import ConfigError
 
 
+def shown(value: Any, most: int) -> str:
+    """A value in a message: its `repr`, in at most `most` characters."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)`, or an empty string when nothing is near."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.55)

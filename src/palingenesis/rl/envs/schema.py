@@ -41,7 +41,7 @@ from referencing import Registry
 from palingenesis.rl.chat.results import clean
 from palingenesis.rl.data.formats.chat import read_tool
 from palingenesis.rl.errors import ConfigError
-from palingenesis.rl.plugins import nearest
+from palingenesis.rl.plugins import nearest, shown
 
 Schema = Mapping[str, Any]
 
@@ -229,7 +229,9 @@ class _NoWarnings(GenerateJsonSchema):
 
 def _read_by_hints(name: str, model: type[BaseModel], schema: Schema, arguments: Mapping[str, Any]) -> dict[str, Any]:
     known = schema.get("properties", {})
-    problems = [f"there is no argument {_short(key)}{nearest(key, known)}" for key in arguments if key not in known]
+    problems = [
+        f"there is no argument {shown(key, SHOWN_CHARS)}{nearest(key, known)}" for key in arguments if key not in known
+    ]
     try:
         read = model.model_validate(dict(arguments))
     except PydanticValidationError as error:
@@ -244,7 +246,7 @@ def _hint_problem(error: Mapping[str, Any]) -> str:
     place = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
         return f"argument {place!r} is missing"
-    return f"argument {place!r}: {error['msg']} (got {_short(error['input'])})"
+    return f"argument {place!r}: {error['msg']} (got {shown(error['input'], SHOWN_CHARS)})"
 
 
 # -------------------------------------------------------------------------------------------------------- bare schemas
@@ -262,7 +264,7 @@ def tools_of(schemas: Any, call_tool: Callable[..., Any], where: str) -> tuple[T
         DataError: an entry is not a schema of a function.
     """
     if isinstance(schemas, (str, bytes, Mapping)) or not isinstance(schemas, Iterable):
-        raise ConfigError(f"{where} returned {_short(schemas)}; it returns a list of tool schemas.")
+        raise ConfigError(f"{where} returned {shown(schemas, SHOWN_CHARS)}; it returns a list of tool schemas.")
     tools = []
     for number, raw in enumerate(schemas, start=1):
         name, body = _plain_tool(raw, f"{where}, tool {number}")
@@ -356,11 +358,6 @@ def _kinds(schema: Any) -> Iterator[str]:
     elif "type" in schema:
         kinds = schema["type"]
         yield kinds if isinstance(kinds, str) else " or ".join(map(str, kinds))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 
 
 def _type_name(hint: Any) -> str:

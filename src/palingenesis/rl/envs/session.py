@@ -35,7 +35,7 @@ from palingenesis.rl.chat.results import clean
 from palingenesis.rl.envs.running import Ended, Home, Runner
 from palingenesis.rl.envs.schema import BadArguments, Schema, Tool
 from palingenesis.rl.errors import ConfigError, PalingenesisError, RewardError, SkipSample, StopRun
-from palingenesis.rl.plugins import nearest
+from palingenesis.rl.plugins import nearest, shown
 from palingenesis.rl.types import Message, Row, ToolCall, where
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ class _Session:
         if opening is None or isinstance(opening, str):
             return clean(opening or "")
         raise ConfigError(
-            f"env.type: reset of {self._environment.name} returned {_short(opening)}; it returns text for the policy, "
+            f"env.type: reset of {self._environment.name} returned {shown(opening, 80)}; it returns text for the policy, "
             "or nothing."
         )
 
@@ -317,7 +317,7 @@ class _Session:
         tool = self._tools.get(call.name)
         if tool is None:
             known = f"the tools are: {', '.join(self._tools)}" if self._tools else "there are no tools"
-            return _error(f"unknown tool {_short(call.name)}{nearest(call.name, self._tools)}; {known}")
+            return _error(f"unknown tool {shown(call.name, 80)}{nearest(call.name, self._tools)}; {known}")
         if any(ended.left is not None and ended.left.alive for ended in self._left):
             return _error(
                 "an earlier call of this episode has passed its time-out and still runs; nothing can be called"
@@ -500,18 +500,18 @@ def _components(value: Any, told: str) -> dict[str, float] | None:
         return {"reward": _finite(value, told)}
     for name in value:
         if not isinstance(name, str) or not name:
-            raise RewardError(f"{told} has a component called {_short(name)}; names are text.")
+            raise RewardError(f"{told} has a component called {shown(name, 80)}; names are text.")
     return {clean(name): _finite(part, f"{told}, component {name!r},") for name, part in value.items()}
 
 
 def _finite(value: Any, told: str) -> float:
     wanted = "it must be a finite number, or components such as {'format': 0.1, 'correct': 1.0}."
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise RewardError(f"{told} is {_short(value)}; {wanted}")
+        raise RewardError(f"{told} is {shown(value, 80)}; {wanted}")
     try:
         number = float(value)
     except Exception as error:
-        raise RewardError(f"{told} is {_short(value)}; {wanted}") from error
+        raise RewardError(f"{told} is {shown(value, 80)}; {wanted}") from error
     if not math.isfinite(number):
         raise RewardError(f"{told} is {number}; {wanted}")
     return number
@@ -524,11 +524,6 @@ def _place(error: BaseException, file: str) -> str:
     """
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
     return f" ({file}:{lines[-1]})" if lines else ""
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 __all__ = [

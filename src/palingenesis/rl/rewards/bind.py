@@ -28,7 +28,7 @@ from typing import Any
 
 from palingenesis.rl.errors import ConfigError, DataError, PalingenesisError, RewardError, SkipSample
 from palingenesis.rl.observe.waits import progress, waiting
-from palingenesis.rl.plugins import nearest, resolve
+from palingenesis.rl.plugins import nearest, resolve, shown
 from palingenesis.rl.rewards.threads import Threads
 from palingenesis.rl.types import Row, Sample, last_user_text, where
 
@@ -468,7 +468,7 @@ def number(value: Any, name: str, row: Row) -> float | None:
     """One result as a float; True is 1. Raises RewardError for anything that is not a finite number or None."""
     if value is None:
         return None
-    told = f"reward {name!r} returned {_short(value)} for {where(row)}; it must return"
+    told = f"reward {name!r} returned {shown(value, 60)} for {where(row)}; it must return"
     if isinstance(value, (str, bytes, complex)) or not hasattr(value, "__float__"):
         raise RewardError(f"{told} a number or None.")
     try:
@@ -527,8 +527,3 @@ def _has(row: Row, key: str) -> bool:
 
 def _name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

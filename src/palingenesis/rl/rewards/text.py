@@ -18,6 +18,7 @@ from typing import Any
 import regex
 
 from palingenesis.rl.errors import ConfigError
+from palingenesis.rl.plugins import shown
 from palingenesis.rl.rewards.boxes import last_answer_line, last_box, last_match
 from palingenesis.rl.types import Row
 
@@ -52,7 +53,7 @@ class _Reference:
 
     def check_reference(self, row: Row) -> str | None:
         value = row.columns[self.field] if self.field in row.columns else row.prompt_column[1]
-        return None if self.golds({self.field: value}) else f"column {self.field!r} holds {_short(value)}"
+        return None if self.golds({self.field: value}) else f"column {self.field!r} holds {shown(value, 60)}"
 
 
 class Exact(_Reference):
@@ -228,11 +229,6 @@ def _token_f1(answer: str, gold: str) -> float:
         return 0.0
     precision, recall = same / len(said), same / len(wanted)
     return 2 * precision * recall / (precision + recall)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 __all__: Sequence[str] = ["BoxedChoice", "Choice", "Exact", "QAMatch", "Regex", "option_letter", "references"]
