@@ -12,8 +12,7 @@ A case is `backend/precision`. `vllm` cases sample after the first load of the p
 between two loads every parameter gets noise of `--noise` times its own standard deviation, so that a load that is missed
 shows: `stale` is what the first load's tokens look like under the twentieth's weights. `bf16_head` is the same engine with
 vLLM's own head, whose logits are rounded to bf16. `float32_policy` scores the first load's tokens with the policy in
-float32: what remains is the sampler's own rounding. `autocast_policy` keeps float32 weights and residuals and multiplies
-in bf16.
+float32: what remains is the sampler's own rounding.
 
 Each case runs in a process of its own (one vLLM engine a process) and is kept in bench/results/agreement.json.
 """
@@ -184,8 +183,6 @@ def run_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
                 exact, _ = load_policy(made.folder, device=device, dtype=torch.float32)
                 exact.model.eval()
                 out["float32_policy"] = difference(exact, asked, first)
-                with torch.autocast(device.type, torch.bfloat16):
-                    out["autocast_policy"] = difference(exact, asked, first)
                 del exact
     last = sample(engine, asked, tokens, stop)
     out["last_load"] = difference(policy, asked, last)
@@ -230,7 +227,7 @@ def main() -> int:
                 continue
             got = json.loads(into.read_text(encoding="utf-8"))
         keep("agreement", {case: got["first_load"]["mean_abs"], "details": {case: got}}, smoke=args.smoke)
-        for when in ("first_load", "last_load", "bf16_head", "float32_policy", "autocast_policy", "stale"):
+        for when in ("first_load", "last_load", "bf16_head", "float32_policy", "stale"):
             if when in got:
                 rows.append({"case": case, "when": when, **{k: f"{v:.3g}" for k, v in got[when].items()}})
     table(rows)

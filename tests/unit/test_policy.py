@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from palingenesis.rl.chat.template import load_tokenizer
 from palingenesis.rl.config import LossConfig, TrainConfig
+from palingenesis.rl.engines.hf import HFEngine
 from palingenesis.rl.errors import CheckpointError, ConfigError, ModelError
+from palingenesis.rl.kernels.precision import mixed_precision
 from palingenesis.rl.policy import checkpoint
 from palingenesis.rl.policy.masters import Masters
 from palingenesis.rl.policy.microbatch import microbatches
@@ -20,12 +23,14 @@ from palingenesis.rl.policy.model import Policy, load_policy, policy_path
 from palingenesis.rl.policy.optim import build_optimizer, schedule
 from palingenesis.rl.policy.step import PolicyStep
 from palingenesis.rl.types import (
+    Completion,
     Finish,
     Group,
     Message,
     Outcome,
     Rollout,
     Row,
+    SamplingParams,
     Score,
     ScoredBatch,
     Segment,
@@ -41,7 +46,7 @@ def tiny(dtype: torch.dtype = torch.float32) -> tuple[Policy, Masters]:
 
 
 def logprobs(policy: Policy, prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
-    with torch.no_grad():
+    with torch.no_grad(), mixed_precision(policy.model):
         logits = policy.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits, -1)[torch.arange(len(answer)), list(answer)]
 
@@ -274,9 +279,49 @@ def test_buffers_of_a_bf16_model_stay_float32() -> None:
     ours, theirs = dict(policy.model.named_buffers()), dict(plain.named_buffers())
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    ids = torch.arange(3, 60).unsqueeze(0)
-    with torch.no_grad():
-        assert torch.equal(policy.model(ids).logits, plain(ids).logits)
+
+
+def test_a_bf16_model_adds_up_in_float32() -> None:
+    """Against the same bf16 weights in float32: closer than a model that rounds its residual after every block, and a
+    gradient in bf16 of the same direction."""
+    from transformers import AutoModelForCausalLM
+
+    policy, _ = tiny(torch.bfloat16)
+    path = policy_path("builtin:tiny")
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float()
+    ids = torch.randint(3, 200, (8, 60), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    ours = policy.hidden_states(ids, mask)
+    assert ours.dtype == torch.bfloat16
+    true = exact.base_model(ids).last_hidden_state
+    rounded = plain.base_model(ids).last_hidden_state
+    error, theirs = (float((h.detach().float() - true.detach()).norm() / true.norm()) for h in (ours, rounded))
+    assert error < 0.8 * theirs
+    ours.float().square().mean().backward()
+    true.square().mean().backward()
+    for (name, mine), reference in zip(policy.model.named_parameters(), exact.parameters(), strict=True):
+        if reference.grad is not None:
+            assert mine.grad is not None, name
+            assert mine.grad.dtype == torch.bfloat16
+            assert torch.cosine_similarity(mine.grad.float().flatten(), reference.grad.flatten(), 0) > 0.99, name
+
+
+def test_the_embedded_engine_computes_as_the_trainer_does_in_bf16() -> None:
+    policy, _ = tiny(torch.bfloat16)
+    engine = HFEngine(policy.model, pad_token_id=0, own_copy=True)
+    prompts = [tuple(range(3 + n, 20 + n)) for n in range(16)]
+
+    async def wave() -> list[Completion]:
+        params = (SamplingParams(24, 1.0, (), seed) for seed in range(len(prompts)))
+        return list(await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, params, strict=True))))
+
+    found = [
+        logprobs(policy, prompt, done.token_ids) - torch.tensor(done.logprobs)
+        for prompt, done in zip(prompts, asyncio.run(wave()), strict=True)
+    ]
+    engine.close()
+    assert float(torch.cat(found).abs().mean()) < 0.02
 
 
 def test_resumed_moments_keep_the_options_of_the_config() -> None:

@@ -216,10 +216,11 @@ def test_the_short_way_leaves_what_vllms_own_would(
         assert core.steps.shortcut, "this vLLM has what the short way reads"
         outcome = []
         for shortcut in (True, False):
-            core.steps.shortcut, core.steps.short = shortcut, 0
+            core.steps.shortcut, core.steps.short, core.steps.mixed = shortcut, 0, 0
             core._loads += 1  # neither finds the other's blocks in the prefix cache
             outcome.append(mixed_load(core, seed=blocks))
             assert (core.steps.short > 100) is shortcut
+            assert (core.steps.mixed > blocks // 20) is shortcut
         core.steps.shortcut = True
         pool.free_blocks(held)
     (ours, free), (own, free_own) = outcome
@@ -229,6 +230,35 @@ def test_the_short_way_leaves_what_vllms_own_would(
     same = [(ours[i].token_ids, ours[i].logprobs) == (own[i].token_ids, own[i].logprobs) for i in ours]
     # On a GPU a sum's order depends on the batch it is in, which on both ways is the same but for what was aborted.
     assert sum(same) >= (len(same) if DEVICE.type == "cpu" else 0.9 * len(same))
+
+
+def test_prompts_in_pieces_leave_those_that_decode_to_the_short_way(
+    engine: Any, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step has room for 100 tokens, so most prompts take several; vLLM's own way lets decoding wait for them, ours does
+    not, so the batches differ and the sums with them."""
+    monkeypatch.setattr("palingenesis.rl.engines.vllm.core.ADMIT_S", 0.0)
+    engine.load(PolicyWeights(0, policy.model))
+    with engine._standing_still():
+        core = engine.core
+        monkeypatch.setattr(core._engine.scheduler, "max_num_scheduled_tokens", 100)
+        outcome = []
+        for shortcut in (True, False):
+            core.steps.shortcut, core.steps.mixed = shortcut, 0
+            core._loads += 1
+            outcome.append(mixed_load(core, seed=1))
+            assert (core.steps.mixed > 50) is shortcut
+        core.steps.shortcut = True
+    (ours, free), (own, free_own) = outcome
+    assert free == free_own
+    both = [(ours[i], own[i]) for i in ours.keys() & own.keys()]  # who is aborted depends on who is there
+    assert len(both) > 80
+    same = [a for a, b in both if a.token_ids == b.token_ids]
+    assert len(same) > 0.95 * len(both)
+    assert all(len(a.logprobs) == len(a.token_ids) == len(a.versions) for a in ours.values())
+    for a, b in both:
+        if a.token_ids == b.token_ids:
+            torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=AGREE, rtol=1e-4)
 
 
 def test_a_cancelled_request_leaves_the_engine(engine: Any) -> None:

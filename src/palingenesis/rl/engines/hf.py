@@ -9,8 +9,8 @@ Invariants:
 - A request's draw depends on its seed and its logits alone: token t is the inverse CDF of the softmax at the t-th
   uniform number of the request's own generator (float64 on both sides; in float32 a vocabulary's tail has no mass).
 - The log-prob of a token is read from the logits it was drawn from, at the request's temperature.
-- A half-precision model's logits are computed in float32, as the trainer computes them: rounded to bf16, a logit of 16
-  is off by 0.06, and so were the log-probs (mean |r-1| of SmolLM2-135M on one H200: 0.035).
+- A half-precision model computes as the trainer's does (kernels.precision), and its logits in float32: rounded to bf16, a
+  logit of 16 is off by 0.06, and so were the log-probs (mean |r-1| of SmolLM2-135M on one H200: 0.035).
 - At staleness 0 the weights are the trainer's own tensors: `load` only moves the version. Where generation goes on while
   the trainer steps, the engine has its own copy (`own_copy`) and `load` copies into it: on the trainer's thread, while the
   engine's thread stands still between two tokens. A wave under way keeps its keys and values and goes on with the new
@@ -38,6 +38,7 @@ import torch
 
 from palingenesis.rl.errors import EngineError
 from palingenesis.rl.kernels.head import wide_product
+from palingenesis.rl.kernels.precision import mixed_precision
 from palingenesis.rl.kernels.sample import sample_reference
 from palingenesis.rl.observe.pace import settled
 from palingenesis.rl.observe.waits import progress, wait_for
@@ -181,7 +182,7 @@ class HFEngine:
         self.model.eval()
         self.model.generation_config = config
         try:
-            with self._turn.mine(), torch.no_grad():
+            with self._turn.mine(), torch.no_grad(), mixed_precision(self.model):
                 self.model.generate(
                     input_ids=ids.to(self.model.device),
                     attention_mask=mask.to(self.model.device),
@@ -254,9 +255,10 @@ def _wide_logits(head: Any, inputs: tuple[torch.Tensor, ...], logits: torch.Tens
     """The head's output again, in float32, where the model computes it in half precision."""
     if logits.dtype not in (torch.bfloat16, torch.float16):
         return logits
-    hidden = inputs[0]
-    wide = wide_product(hidden.flatten(0, -2), head.weight).view(logits.shape)
-    return wide if head.bias is None else wide.add_(head.bias)
+    with torch.autocast(logits.device.type, enabled=False):
+        hidden = inputs[0].to(head.weight.dtype)
+        wide = wide_product(hidden.flatten(0, -2), head.weight).view(logits.shape)
+        return wide if head.bias is None else wide.add_(head.bias)
 
 
 def _layers(model: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """Load the policy and take it apart into a backbone and a head.
 
-    checkpoint ──> model (compute dtype) ──> hidden states ──> kernels.head (log-probs a slice at a time)
+    checkpoint ──> model (compute dtype; kernels.precision) ──> hidden states ──> kernels.head (log-probs, in slices)
 
 The policy step never asks the model for logits: it runs the backbone and gives the head's weight to the sliced kernel.
 `check_head` proves on a few tokens that this equals the model's own logits, so a model whose head does something the
@@ -17,6 +17,7 @@ import torch
 
 from palingenesis.rl.errors import ConfigError, ModelError
 from palingenesis.rl.kernels.head import selected_logprobs
+from palingenesis.rl.kernels.precision import mixed_precision, widen_residuals
 from palingenesis.rl.plugins import nearest
 
 BUILTIN = Path(__file__).parent / "builtin"
@@ -85,11 +86,12 @@ class Policy:
         return {"softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0), "scale": float(scale)}
 
     def hidden_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Last hidden states, [rows, tokens, hidden], of right-padded rows."""
-        out = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        """Last hidden states, [rows, tokens, hidden] in the compute dtype, of right-padded rows."""
+        with mixed_precision(self.model):
+            out = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         hidden = out.last_hidden_state
         assert isinstance(hidden, torch.Tensor)
-        return hidden
+        return hidden.to(self.model.dtype)
 
 
 def load_policy(
@@ -127,6 +129,7 @@ def load_policy(
     for parameter in model.parameters():
         # Parameters alone: buffers such as the rotary frequencies stay float32, as `from_pretrained` leaves them.
         parameter.data = parameter.data.to(dtype)  # `masters` keeps the float32 values
+    widen_residuals(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     check_head(policy)
@@ -167,7 +170,9 @@ def check_head(policy: Policy) -> None:
     mask = torch.ones_like(ids)
     policy.model.eval()
     with torch.no_grad():
-        own = torch.log_softmax(policy.model(input_ids=ids, attention_mask=mask).logits[0].double(), -1)
+        with mixed_precision(policy.model):
+            logits = policy.model(input_ids=ids, attention_mask=mask).logits[0]
+        own = torch.log_softmax(logits.double(), -1)
         own = own[torch.arange(ids.shape[1]), ids[0]]
         hidden = policy.hidden_states(ids, mask)[0]
         ours, _ = selected_logprobs(hidden, *policy.head_parameters, ids[0], 1.0, **policy.logit_shape)

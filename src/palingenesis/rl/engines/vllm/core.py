@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from palingenesis.rl.engines.vllm.residual import COMPILED_WITH, widen_residuals
 from palingenesis.rl.engines.vllm.sampler import install
 from palingenesis.rl.engines.vllm.steps import Running, Steps
 from palingenesis.rl.errors import ConfigError, EngineError
@@ -42,6 +43,7 @@ ENVIRONMENT = {
 # of which one joined at nearly every step, took as long as turn by turn together (4.2 to 5.6 s, one H200, SmolLM2-135M).
 ADMIT_S = 0.05
 ADMIT_SHARE = 8  # an eighth of the running sequences or more join at once
+JOINING_TOKENS = 768  # of prompts in a step that a graph still holds, beside one of every running sequence
 GPU_S = 300.0  # a step takes milliseconds
 SLEEP_LEVEL = 2  # the trainer has the weights: nothing needs to be kept on the host
 
@@ -90,6 +92,13 @@ class VLLMOptions:
         }
         if self.device == "cuda":
             args |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": self.sleep}
+            # A graph for steps that somebody joins too, where the attention kernels can; vLLM falls back where not.
+            args |= {
+                "compilation_config": {
+                    "cudagraph_mode": "FULL",
+                    "max_cudagraph_capture_size": self.max_num_seqs + JOINING_TOKENS,
+                }
+            }
         else:
             args |= {"enforce_eager": True}
         return args | _for_model(self.model) | dict(self.extra)
@@ -310,11 +319,11 @@ def _for_model(folder: str) -> dict[str, Any]:
     that are there (vLLM takes flashinfer's for granted)."""
     config = Path(folder) / "config.json"
     values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = {"additional_config": dict(COMPILED_WITH)}
     if "vision_config" in values:
         args |= {"language_model_only": True, "limit_mm_per_prompt": {"image": 0, "video": 0}}
     if "linear_num_key_heads" in values.get("text_config", values) and find_spec("flashinfer") is None:
-        args |= {"additional_config": {"gdn_prefill_backend": "triton"}}
+        args["additional_config"]["gdn_prefill_backend"] = "triton"
     return args
 
 
@@ -338,6 +347,7 @@ def _start(options: VLLMOptions) -> Any:
         raise ConfigError(f"rollout.vllm_args: {str(error).removeprefix('EngineArgs.__init__() ')}.") from error
     if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
         raise ConfigError("rollout.vllm_args: an engine has one GPU; remove the parallel sizes.")
+    widen_residuals()
     try:
         return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
     except Exception as error:  # whatever keeps it from starting, the user needs one message

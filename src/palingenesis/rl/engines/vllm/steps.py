@@ -1,11 +1,11 @@
-"""What happens between two steps of the GPU: vLLM's scheduler, and a short way through steps that only decode.
+"""What happens between two steps of the GPU: vLLM's scheduler, and a short way for the requests that only decode.
 
-    schedule ──> decoding only? ──yes──> one token for each running request; blocks at block boundaries only
-        │                       └─no──> vLLM's own
+    schedule ──> one token for each request that decodes, blocks at block boundaries only
+        │    └─> prompts: vLLM's own scheduler, which sees nobody else
         └─ the step is marked with the version of the weights it is launched with
 
-    read     ──> a step of the short way: append, stop check, blocks at boundaries; no outputs are made
-             └─> any other: vLLM's own, and its outputs are handed to the requests
+    read     ──> what decoded by the short way: append, stop check, blocks at boundaries; no outputs are made
+             └─> all else: vLLM's own, and its outputs are handed to the requests
 
 Why: profiled on one H200, 256 sequences of a Qwen3-0.6B shape, the GPU works 3.8 ms a step and vLLM's scheduler takes
 4 to 5 ms of Python (half of it asking for blocks that nobody needs); for Qwen3.5-0.8B it is 3.3 ms and 8 ms
@@ -14,9 +14,9 @@ Why: profiled on one H200, 256 sequences of a Qwen3-0.6B shape, the GPU works 3.
 Invariants:
 - After a step of the short way the scheduler's state is what its own way would have left, so that each step may take
   either (tests/vllm: same tokens, same log-probs, same blocks).
-- The short way is taken only when everything it leaves out is absent: waiting or unfinished prompts, preemption, drafts,
-  grammars, adapters, connectors, requests that are not ours, too few free blocks. Whatever vLLM version lacks a name
-  that it reads never takes it.
+- The short way is taken only when everything it leaves out is absent: drafts, grammars, adapters, connectors, requests
+  that are not ours, and steps in which somebody may have to be preempted for want of blocks. Whatever vLLM version lacks a
+  name that it reads never takes it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +72,7 @@ class Steps:
         version: of the weights that the next step is launched with.
         seqs: sequences in the last step that was read.
         totals: `prefill`, `cached` and `generated` tokens of requests so far.
-        short: steps that took the short way.
+        short, mixed: steps that left vLLM's scheduler out, and steps that left only those who join to it.
         shortcut: the short way may be taken.
     """
 
@@ -82,11 +83,12 @@ class Steps:
         self.version = 0
         self.seqs = 0
         self.totals: Counter[str] = Counter()
-        self.short = 0
+        self.short = self.mixed = 0
         self._preemptions = 0
         self._asynchronous = hasattr(scheduler, "_spec_token_placeholders")
         self._counts_in_flight = _counts_in_flight()
         self._unit = _block_unit(scheduler)
+        self._graph = scheduler.vllm_config.compilation_config.max_cudagraph_capture_size or 0
         # With several kinds of cache, what a block no longer needs is freed one token after its boundary.
         self._late = 1 if len(scheduler.kv_cache_config.kv_cache_groups) > 1 else 0
         self.shortcut = self._unit > 0 and _is_plain(scheduler)
@@ -112,46 +114,105 @@ class Steps:
     # --- launching a step ---
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """What the next step computes."""
-        scheduled = self._decode() if self.shortcut and self._decodes_only() else None
-        if scheduled is None:
-            scheduled = self._schedule(*args, **kwargs)
-            scheduled.is_short = False
-        scheduled.weights_version = self.version
-        return scheduled
+        """What the next step computes. `decoded`: whom `read` takes itself, None for nobody; `others`: the part of a step
+        that is vLLM's own to read."""
+        out = self._short_way(*args, **kwargs) if self.shortcut else None
+        if out is None:
+            out = self._schedule(*args, **kwargs)
+            out.decoded, out.others = None, out
+        out.weights_version = self.version
+        out.preemptions = self._preemptions
+        return out
 
-    def _decodes_only(self) -> bool:
-        """Nobody can join: nobody waits, or the batch is full; and every prompt is computed."""
+    def _short_way(self, *args: Any, **kwargs: Any) -> Any:
+        """One token for everybody who decodes, and what vLLM schedules of the others; None where its own way has to decide
+        about all of them. Nothing is changed before that is settled."""
         s = self.scheduler
-        running = len(s.running)
-        closed = s.get_num_unfinished_requests() == running or running >= s.max_num_running_reqs
-        return running > 0 and closed and not s._inflight_prefills
+        plan = self._plan()
+        if plan is None:
+            return None
+        chosen, growing, prompts = plan
+        joining = s.get_num_unfinished_requests() > len(s.running) and len(s.running) < s.max_num_running_reqs
+        if not prompts and not joining:
+            others, out = None, self._decode(chosen, growing, self._nothing_scheduled(), counted=False)
+        elif not self._fits(len(chosen), len(growing), [*prompts, *s.waiting]):
+            return None
+        else:
+            # First: a prompt must not find blocks whose content this very step computes.
+            out = self._schedule_others(prompts, len(chosen), *args, **kwargs)
+            others = copy(out) if out.num_scheduled_tokens else None
+            out = self._decode(chosen, growing, out, counted=others is not None)
+        out.decoded, out.others = [request.request_id for request in chosen], others
+        self.short += others is None
+        self.mixed += others is not None
+        return out
 
-    def _decode(self) -> Any:
-        """One token for every running request, or None where vLLM's own way has to decide. Nothing is changed before
-        that is settled."""
-        s, manager = self.scheduler, self.scheduler.kv_cache_manager
+    def _plan(self) -> tuple[list[Any], list[Any], list[Any]] | None:
+        """Who decodes, who of them may need a block, and whose prompt is not computed yet."""
+        s = self.scheduler
         chosen: list[Any] = []
         growing: list[Any] = []
+        prompts: list[Any] = []
+        if s._pause_state.value:
+            return None
         for request in s.running:
             computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
-            if len(request._all_token_ids) + placeholders - computed != 1 or request.request_id not in self.running:
+            if request.request_id not in self.running:
                 return None
+            if len(request._all_token_ids) + placeholders - computed != 1:
+                prompts.append(request)
+                continue
             ends = request.num_prompt_tokens + request.max_tokens
             if (placeholders and computed + 2 - placeholders >= ends) or computed >= self.max_model_len - 1:
                 continue  # the step under way is its last
             chosen.append(request)
             if computed % self._unit <= self._late:
                 growing.append(request)
-        if not chosen or len(chosen) > s.max_num_scheduled_tokens or s._pause_state.value:
+        if not chosen or len(chosen) > s.max_num_scheduled_tokens or not self._are_free(2 * len(growing)):
             return None
-        groups = len(s.kv_cache_config.kv_cache_groups)
-        if manager.block_pool.get_num_free_blocks() < 2 * groups * len(growing):
-            return None  # somebody may have to be preempted
-        s.current_step += 1
-        manager.new_step_starts()
+        return chosen, growing, prompts
+
+    def _are_free(self, blocks: int) -> bool:
+        """Nobody has to be preempted for that many blocks of every kind of cache."""
+        s = self.scheduler
+        return bool(
+            s.kv_cache_manager.block_pool.get_num_free_blocks() >= blocks * len(s.kv_cache_config.kv_cache_groups)
+        )
+
+    def _fits(self, decoding: int, growing: int, prompts: list[Any]) -> bool:
+        """There is room for `prompts` beside those that decode, and vLLM has nobody else to schedule."""
+        s = self.scheduler
+        if len(s.waiting) != s.get_num_unfinished_requests() - len(s.running) or decoding >= s.max_num_scheduled_tokens:
+            return False  # versions differ in the queues that they have beside `waiting`
+        blocks = sum((r.num_tokens - r.num_computed_tokens) // self._unit + 2 for r in prompts)
+        return self._are_free(2 * growing + blocks) and all(r.request_id in self.running for r in prompts)
+
+    def _schedule_others(self, prompts: list[Any], decoding: int, *args: Any, **kwargs: Any) -> Any:
+        """vLLM schedules `prompts` and those that wait, as if nobody else ran, into the places and tokens that are left:
+        no more tokens than its largest graph has (a step that is larger took 12 to 47 ms, one inside it 2 to 6; one H200,
+        SmolLM2-135M and a Qwen3-0.6B shape, 192 sequences)."""
+        s = self.scheduler
+        running, places, budget = s.running, s.max_num_running_reqs, s.max_num_scheduled_tokens
+        before = set(s.prev_step_scheduled_req_ids)
+        others = {request.request_id for request in prompts}
+        rest = [request for request in running if request.request_id not in others]
+        left = budget - decoding
+        s.running, s.max_num_running_reqs = prompts, places - len(rest)
+        s.max_num_scheduled_tokens = min(left, self._graph - decoding) if self._graph > decoding else left
+        try:
+            out = self._schedule(*args, **kwargs)
+        finally:
+            s.running = rest + s.running
+            s.max_num_running_reqs, s.max_num_scheduled_tokens = places, budget
+        s.prev_step_scheduled_req_ids.update(before)
+        return out
+
+    def _decode(self, chosen: list[Any], growing: list[Any], out: Any, *, counted: bool) -> Any:
+        """Add one token of `chosen` to what is scheduled so far, and move the scheduler's state. vLLM has `counted` the
+        step already where it scheduled somebody."""
+        s, manager = self.scheduler, self.scheduler.kv_cache_manager
         blocks = {r.request_id: manager.allocate_slots(r, 1).get_block_ids(allow_none=True) for r in growing}
-        scheduled = self._scheduled(chosen, blocks)
+        self._add(out, chosen, blocks)
         for request in chosen:
             request.num_computed_tokens += 1
             if self._asynchronous:
@@ -160,70 +221,81 @@ class Steps:
             if self._counts_in_flight:
                 request.num_in_flight_tokens += 1
         if s.defer_block_free:
-            s.sched_step_seq += 1
+            s.sched_step_seq += not counted
             for request in chosen:
                 request.last_sched_seq = s.sched_step_seq
-        s.finished_req_ids, s.reset_preempted_req_ids = set(), set()
-        self.short += 1
-        return scheduled
+        return out
 
-    def _scheduled(self, chosen: list[Any], blocks: dict[str, Any]) -> Any:
+    def _nothing_scheduled(self) -> Any:
+        """The beginning of a step."""
+        from vllm.v1.core.sched.output import SchedulerOutput
+
+        s = self.scheduler
+        s.current_step += 1
+        s.kv_cache_manager.new_step_starts()
+        out = SchedulerOutput.make_empty()
+        out.finished_req_ids, s.finished_req_ids = s.finished_req_ids, set()
+        out.preempted_req_ids, s.reset_preempted_req_ids = s.reset_preempted_req_ids, set()
+        return out
+
+    def _add(self, out: Any, chosen: list[Any], blocks: dict[str, Any]) -> None:
         """What the model runner is told: one more token for each of `chosen`, new blocks for some."""
-        from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+        from vllm.v1.core.sched.output import CachedRequestData
 
         s, manager = self.scheduler, self.scheduler.kv_cache_manager
         names = [request.request_id for request in chosen]
-        counts = dict.fromkeys(names, 1)
-        out = SchedulerOutput.make_empty()
+        others, cached = list(out.num_scheduled_tokens), out.scheduled_cached_reqs
         out.scheduled_cached_reqs = CachedRequestData(
-            req_ids=names,
-            resumed_req_ids=set(),
+            req_ids=[*names, *cached.req_ids],
+            resumed_req_ids=cached.resumed_req_ids,
             new_token_ids=[],
-            all_token_ids={},
-            new_block_ids=[blocks.get(name) for name in names],
-            num_computed_tokens=[request.num_computed_tokens for request in chosen],
-            num_output_tokens=[request.num_computed_tokens + 1 - request.num_prompt_tokens for request in chosen],
+            all_token_ids=dict(cached.all_token_ids),
+            new_block_ids=[*map(blocks.get, names), *cached.new_block_ids],
+            num_computed_tokens=[*(r.num_computed_tokens for r in chosen), *cached.num_computed_tokens],
+            num_output_tokens=[
+                *(r.num_computed_tokens + 1 - r.num_prompt_tokens for r in chosen),
+                *cached.num_output_tokens,
+            ],
         )
-        out.num_scheduled_tokens = counts
-        out.total_num_scheduled_tokens = len(counts)
-        out.finished_req_ids = s.finished_req_ids
-        out.preempted_req_ids = s.reset_preempted_req_ids
+        out.num_scheduled_tokens = dict.fromkeys(names, 1) | out.num_scheduled_tokens
+        out.total_num_scheduled_tokens += len(names)
         if hasattr(out, "num_common_prefix_blocks"):
             out.num_common_prefix_blocks = manager.get_num_common_prefix_blocks(names[0])
         fresh = manager.take_new_block_ids()
-        out.new_block_ids_to_zero = (fresh or None) if s.needs_kv_cache_zeroing else None
+        if s.needs_kv_cache_zeroing:
+            out.new_block_ids_to_zero = [*(out.new_block_ids_to_zero or ()), *(fresh or ())] or None
         if hasattr(manager, "take_boundary_state_offloads"):
             manager.take_boundary_state_offloads()  # offers to a connector that is not there; they would pile up
         if not s.use_v2_model_runner:
-            rejoining = counts.keys() - s.prev_step_scheduled_req_ids
-            out.scheduled_cached_reqs.all_token_ids = {n: s.requests[n].all_token_ids.copy() for n in rejoining}
+            for name in set(names) - s.prev_step_scheduled_req_ids:
+                out.scheduled_cached_reqs.all_token_ids[name] = s.requests[name].all_token_ids.copy()
             s.prev_step_scheduled_req_ids.clear()
-            s.prev_step_scheduled_req_ids.update(counts)
-        out.is_short = True
-        out.preemptions = self._preemptions
-        return out
+            s.prev_step_scheduled_req_ids.update(names, others)
 
     # --- reading a step ---
 
     def read(self, scheduled: Any, output: Any) -> Any:
         """Take a step's tokens into the scheduler and to our requests."""
         self.seqs = len(scheduled.num_scheduled_tokens)
-        if scheduled.is_short and scheduled.preemptions == self._preemptions:
+        others = scheduled
+        if scheduled.decoded is not None and scheduled.preemptions == self._preemptions:
             self._take(scheduled, output)
+            others = scheduled.others
+        if others is None:
             return {}
-        outputs = self._update(scheduled, output)
-        self._take_outputs(scheduled, output, outputs)
+        outputs = self._update(others, output)
+        self._take_outputs(output, scheduled.weights_version, outputs)
         return outputs
 
     def _take(self, scheduled: Any, output: Any) -> None:
         s = self.scheduler
-        if s.defer_block_free:
+        if s.defer_block_free and scheduled.others is None:
             s.processed_step_seq += 1
             s._drain_deferred_frees()
         tokens, rows, logprobs = output.sampled_token_ids, output.req_id_to_index, output.logprobs
         version, unit, longest = scheduled.weights_version, self._unit, self.max_model_len
         ended: list[tuple[str, Finish]] = []
-        for name in scheduled.num_scheduled_tokens:
+        for name in scheduled.decoded:
             request = s.requests.get(name)
             if request is None:  # aborted
                 continue
@@ -271,7 +343,7 @@ class Steps:
         for name, finish in ended:
             self.finish(name, finish)
 
-    def _take_outputs(self, scheduled: Any, output: Any, outputs: Any) -> None:
+    def _take_outputs(self, output: Any, version: int, outputs: Any) -> None:
         """vLLM's own way: hand its outputs on."""
         rows, logprobs = output.req_id_to_index, output.logprobs
         for of_client in outputs.values():
@@ -281,7 +353,7 @@ class Steps:
                     continue
                 if out.new_token_ids:
                     own.logprobs.append(logprobs[rows[out.request_id]])
-                    own.versions.append(scheduled.weights_version)
+                    own.versions.append(version)
                 if out.prefill_stats is not None:
                     self.totals["cached"] += out.prefill_stats.num_cached_tokens
                     self.totals["prefill"] += len(own.prompt) - out.prefill_stats.num_cached_tokens
@@ -300,8 +372,9 @@ class Steps:
 # What the short way reads or calls, beyond what every scheduler has.
 _NAMES = (
     "running",
+    "waiting",
     "max_num_running_reqs",
-    "_inflight_prefills",
+    "max_num_scheduled_tokens",
     "_pause_state",
     "current_step",
     "finished_req_ids",
