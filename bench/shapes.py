@@ -144,7 +144,8 @@ def plain_vllm(engine: Any) -> Iterator[Any]:
     with engine._standing_still():
         core.restore()
         try:
-            yield core.llm
+            with core.on_stream():
+                yield core.llm
         finally:
             core.exchange()
 

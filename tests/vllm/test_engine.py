@@ -166,8 +166,9 @@ def test_a_prompt_that_vllm_lets_wait_through_a_load_too(
     assert gap(policy, [prompt], [done[-1]]) < AGREE
 
 
-def test_requests_that_come_one_by_one_join_together(engine: Any) -> None:
-    """Each arrival would cost a step of vLLM's own way; here 40 join a batch of 20 in a few."""
+def test_requests_that_come_one_by_one_join_together(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a step that somebody joins is dear: 40 join a batch of 20 in a few steps."""
+    monkeypatch.setattr(engine.core, "patience", 0.05)
     engine.core.steps.short = 0
 
     async def arriving() -> None:
@@ -207,10 +208,10 @@ def test_the_short_way_leaves_what_vllms_own_would(
     engine: Any, policy: Policy, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Same requests in the same order: same tokens, same log-probs, same blocks; with few blocks requests are preempted."""
-    monkeypatch.setattr("palingenesis.rl.engines.vllm.core.ADMIT_S", 0.0)  # who joins when is the same both times
     engine.load(PolicyWeights(0, policy.model))
     with engine._standing_still():
         core = engine.core
+        monkeypatch.setattr(core, "patience", 0.0)  # who joins when is the same both times
         pool = core._engine.scheduler.kv_cache_manager.block_pool
         held = pool.get_new_blocks(pool.get_num_free_blocks() - blocks + 1) if blocks < 400 else []
         assert core.steps.shortcut, "this vLLM has what the short way reads"
@@ -237,10 +238,10 @@ def test_prompts_in_pieces_leave_those_that_decode_to_the_short_way(
 ) -> None:
     """A step has room for 100 tokens, so most prompts take several; vLLM's own way lets decoding wait for them, ours does
     not, so the batches differ and the sums with them."""
-    monkeypatch.setattr("palingenesis.rl.engines.vllm.core.ADMIT_S", 0.0)
     engine.load(PolicyWeights(0, policy.model))
     with engine._standing_still():
         core = engine.core
+        monkeypatch.setattr(core, "patience", 0.0)
         monkeypatch.setattr(core._engine.scheduler, "max_num_scheduled_tokens", 100)
         outcome = []
         for shortcut in (True, False):

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -39,11 +39,11 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # ours draws; flashinfer would compile its own at start
 }
-# A step that somebody joins goes vLLM's slow way and computes a prompt: 256 episodes of 4 turns with tools between them,
-# of which one joined at nearly every step, took as long as turn by turn together (4.2 to 5.6 s, one H200, SmolLM2-135M).
+JOINING_TOKENS = 768  # of prompts in a step that a graph still holds, beside one of every running sequence
+# Without a graph for it a step that somebody joins costs 3 to 16 ms more than one that only decodes, with one 1 to 6
+# (bench/rollout.py --parts turns, one H200, 192 sequences). Where there is none, who comes waits for others.
 ADMIT_S = 0.05
 ADMIT_SHARE = 8  # an eighth of the running sequences or more join at once
-JOINING_TOKENS = 768  # of prompts in a step that a graph still holds, beside one of every running sequence
 GPU_S = 300.0  # a step takes milliseconds
 SLEEP_LEVEL = 2  # the trainer has the weights: nothing needs to be kept on the host
 
@@ -93,12 +93,8 @@ class VLLMOptions:
         if self.device == "cuda":
             args |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": self.sleep}
             # A graph for steps that somebody joins too, where the attention kernels can; vLLM falls back where not.
-            args |= {
-                "compilation_config": {
-                    "cudagraph_mode": "FULL",
-                    "max_cudagraph_capture_size": self.max_num_seqs + JOINING_TOKENS,
-                }
-            }
+            sizes = graph_sizes(self.max_num_seqs, self.max_model_len)
+            args |= {"compilation_config": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}}
         else:
             args |= {"enforce_eager": True}
         return args | _for_model(self.model) | dict(self.extra)
@@ -113,6 +109,7 @@ class Core:
     Attributes:
         steps: the way between vLLM's scheduler and our requests.
         held: requests that have not joined the batch yet, in the order they came.
+        patience: seconds that one may be held.
 
     Raises:
         ConfigError: `vllm_args` names what vLLM does not know.
@@ -126,13 +123,23 @@ class Core:
         self._number = self._loads = 0
         self.held: dict[str, Running] = {}
         self._admitted = 0.0  # when requests joined last
-        self.llm = _start(options)
+        self.stream = _urgent_stream() if options.device == "cuda" else None
+        self.llm = _start(options, self.stream)
+        graphs = self.llm.vllm_config.compilation_config.cudagraph_mode
+        self.patience = 0.0 if graphs.mixed_mode() == type(graphs).FULL else ADMIT_S
         self._client = self.llm.engine_core
         self._engine = self._client.engine_core
         self._runner = self.llm.model_executor.driver_worker.model_runner
         self._seeds_by_vllm = hasattr(self._runner.sampler, "sampling_states")  # the older runner would make generators
         self.steps = Steps(self._engine.scheduler, self.llm.model_config.max_model_len)
         self._undo = install(self._runner, self._seed_of)
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Where the engine's kernels go, whichever thread launches them. vLLM takes the stream it is built on for its own;
+        built on the default one it would wait, step by step, for whatever the trainer has launched there."""
+        import torch
+
+        return torch.cuda.stream(self.stream)  # nothing without a GPU
 
     def exchange(self) -> None:
         """Put our draw and our steps in the place of vLLM's again."""
@@ -166,6 +173,7 @@ class Core:
                 ignore_eos=True,  # the stop tokens are these, not the checkpoint's
                 seed=params.seed if self._seeds_by_vllm else None,
                 detokenize=False,
+                skip_clone=True,  # it is this request's alone
             )
             inputs = {"type": "token", "prompt_token_ids": list(prompt)}
             request = self.llm.input_processor.process_inputs(
@@ -177,11 +185,11 @@ class Core:
         return name
 
     def _admit(self) -> None:
-        """Let those that are held join the batch: at once when they are many beside it, else every `ADMIT_S`."""
+        """Let those that are held join the batch: at once when they are many beside it, else every `patience` seconds."""
         running = len(self.steps.running)
         joining = list(self.held)[: self._engine.scheduler.max_num_running_reqs - running]
         now = time.monotonic()
-        if not joining or (len(joining) * ADMIT_SHARE < running and now - self._admitted < ADMIT_S):
+        if not joining or (len(joining) * ADMIT_SHARE < running and now - self._admitted < self.patience):
             return
         self._admitted = now
         for name in joining:
@@ -228,8 +236,9 @@ class Core:
     def step(self) -> None:
         """One step; finished requests are told."""
         self._admit()
-        _, executed = self._engine.step_fn()
-        self._engine.post_step(executed)
+        with self.on_stream():
+            _, executed = self._engine.step_fn()
+            self._engine.post_step(executed)
 
     # --- weights and memory ---
 
@@ -310,6 +319,18 @@ class Core:
         self.llm.engine_core.shutdown()
 
 
+def graph_sizes(max_num_seqs: int, max_model_len: int) -> list[int]:
+    """Tokens of a step for which a graph is captured, about as dense as vLLM's own choice, and further.
+
+    Above `max_num_seqs` vLLM captures with every place taken and gives the last one what does not divide evenly: where
+    that is longer than a sequence may be, it reads past its blocks (0.25.1: "illegal memory access").
+    """
+    top = max_num_seqs + JOINING_TOKENS
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, top + 1, 16), max_num_seqs]
+    fits = (n for n in sizes if n <= max_num_seqs or n // max_num_seqs + n % max_num_seqs <= max_model_len)
+    return sorted({n for n in fits if n <= top})
+
+
 def _refused(prompt: tuple[int, ...], error: Exception) -> EngineError:
     return EngineError(f"vLLM refused a prompt of {len(prompt)} tokens: {error}")
 
@@ -327,8 +348,10 @@ def _for_model(folder: str) -> dict[str, Any]:
     return args
 
 
-def _start(options: VLLMOptions) -> Any:
-    """Build vLLM's engine."""
+def _start(options: VLLMOptions, stream: Any) -> Any:
+    """Build vLLM's engine on `stream`."""
+    import torch
+
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # whatever the shell says: the engine is this process's
@@ -349,9 +372,20 @@ def _start(options: VLLMOptions) -> Any:
         raise ConfigError("rollout.vllm_args: an engine has one GPU; remove the parallel sizes.")
     widen_residuals()
     try:
-        return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
+        with torch.cuda.stream(stream):  # not before vllm is imported, which keeps an account of the current stream
+            return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
     except Exception as error:  # whatever keeps it from starting, the user needs one message
         raise EngineError(_why_not_started(error, options)) from error
+
+
+def _urgent_stream() -> Any:
+    """A stream whose kernels go before those of the trainer that have not begun: a step is some 300 short kernels, and each
+    would wait for a long one. A captured kernel keeps the priority of the stream that it was captured on."""
+    import torch
+
+    if torch.cuda.graph.default_capture_stream is None:
+        torch.cuda.graph.default_capture_stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
 
 def _why_not_started(error: Exception, options: VLLMOptions) -> str:
