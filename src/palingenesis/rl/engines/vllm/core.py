@@ -303,7 +303,9 @@ class Core:
         with _one_message("go to sleep"):
             while self.busy:
                 self.step()
-            self.llm.sleep(level=SLEEP_LEVEL)
+            _synchronize()
+            with self.on_stream():
+                self.llm.sleep(level=SLEEP_LEVEL)
         self.asleep = self._stale = True
 
     def wake(self) -> None:
@@ -312,7 +314,8 @@ class Core:
             raise EngineError("the engine was woken before weights were loaded.")
         with _one_message("wake up"):
             _free_cached_memory()
-            self.llm.wake_up(["kv_cache"])
+            with self.on_stream():
+                self.llm.wake_up(["kv_cache"])
         self.asleep = False
 
     def close(self) -> None:
