@@ -14,8 +14,9 @@ forced. The sides:
 
 `floor_share` is the decode floor's time for the whole run, tail included (shapes.Floor; 4.3 TB/s), over ours;
 `floor_share_steady` the same for the steps in which all 256 run. `prefill` asks for one token each: a group of 8
-against its prompt once, prompts of 100 and of 1200 tokens. The multi-turn part has 256 episodes of 4 turns with 0.2 s of
-tools in between: each goes on when its own turn ends, or all wait for the turn of all.
+against its prompt once, prompts of 100 and of 1200 tokens. `joins` is what a step costs more that 8 requests of 32 tokens
+join while 192 decode. The multi-turn part has 256 episodes of 4 turns with 0.2 s of tools in between: each goes on when its
+own turn ends, or all wait for the turn of all.
 
 Each model runs in a process of its own and is merged into bench/results/rollout.json when it is done.
 """
@@ -311,8 +312,39 @@ def multi_turn(engine: VLLMEngine, made: Shape, sizes: Sizes, repeats: int) -> d
                 seconds[name].append(time.perf_counter() - began)
     return {
         "multi_turn_ratio": round(sum(seconds["blocking"]) / sum(seconds["own_pace"]), 3),
-        "multi_turn": {"model": made.name, "seconds": {k: [round(s, 3) for s in v] for k, v in seconds.items()}},
+        "multi_turn_seconds": {k: [round(s, 3) for s in v] for k, v in seconds.items()},
     }
+
+
+def joins(engine: VLLMEngine, made: Shape, sizes: Sizes) -> dict[str, Any]:
+    """Milliseconds that a step takes longer when a group joins it: steps with a join at every sixteenth, less as many
+    without one."""
+    vocabulary, running = made.config["vocab_size"], sizes.prompts * sizes.group * 3 // 4
+    every, steps = 16, 2 * sizes.warm
+
+    def seconds(joining: int) -> float:
+        answers: list[Any] = []
+        with engine._standing_still():
+            for seed, prompt in enumerate(random_prompts(running, 20, vocabulary, next(_fresh))):
+                engine.core.add(prompt, SamplingParams(2 * steps, 1.0, (), seed), answers.append)
+            for _ in range(every):
+                engine.core.step()
+            began = time.perf_counter()
+            for step in range(steps):
+                if step % every == 0:
+                    for seed, prompt in enumerate(random_prompts(joining, 32, vocabulary, next(_fresh))):
+                        engine.core.add(prompt, SamplingParams(4, 1.0, (), seed), answers.append)
+                engine.core.step()
+            took = time.perf_counter() - began
+            while engine.core.busy:
+                engine.core.step()
+        return took
+
+    extra = []
+    for _ in range(4):  # the first warms up
+        alone, joined = seconds(0), seconds(sizes.group)
+        extra.append(1e3 * (joined - alone) / (steps / every))
+    return {"join_extra_ms": round(statistics.median(extra[1:]), 2), "joining": sizes.group, "beside": running}
 
 
 def profile(engine: VLLMEngine, made: Shape, sizes: Sizes, device: str) -> tuple[dict[str, Any], str]:
@@ -394,8 +426,8 @@ def start(made: Shape, args: argparse.Namespace, sizes: Sizes) -> VLLMEngine:
 
 
 def measure(made: Shape, args: argparse.Namespace, sizes: Sizes) -> None:
-    def note(figures: dict[str, Any], **top: Any) -> None:
-        keep("rollout", {"models": {made.name: figures}} | top, smoke=args.smoke)
+    def note(figures: dict[str, Any]) -> None:
+        keep("rollout", {"models": {made.name: figures}}, smoke=args.smoke)
 
     began = time.perf_counter()
     engine = start(made, args, sizes)
@@ -408,7 +440,9 @@ def measure(made: Shape, args: argparse.Namespace, sizes: Sizes) -> None:
     if "prefill" in args.parts:
         parts.append(lambda: note(prefill(engine, made, sizes)))
     if "turns" in args.parts and made.name != "qwen3.5-0.8b":
-        parts.append(lambda: note({}, **multi_turn(engine, made, sizes, args.repeats)))
+        parts.append(lambda: note(multi_turn(engine, made, sizes, args.repeats)))
+    if "joins" in args.parts:
+        parts.append(lambda: note(joins(engine, made, sizes)))
     if args.profile:
 
         def write_profile() -> None:
@@ -434,6 +468,7 @@ def report(smoke: bool, names: Sequence[str]) -> None:
         "ratio_none",
         "floor_share",
         "floor_share_steady",
+        "multi_turn_ratio",
     )
     models = [(name, figures["models"].get(name, {})) for name in names]
     table(
@@ -447,7 +482,6 @@ def report(smoke: bool, names: Sequence[str]) -> None:
         ]
     )
     table([{"model": n, "prompt": k, **v} for n, of in models for k, v in of.get("prefill", {}).items()])
-    print("multi_turn_ratio", figures.get("multi_turn_ratio"))
 
 
 def main() -> int:
@@ -457,7 +491,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--repeats", type=int, default=2, help="passes over the sides, every other one backwards")
     parser.add_argument("--prompts", type=int, default=0, help="instead of 32; over 32, they queue for 256 places")
-    parser.add_argument("--parts", default="compare,prefill,turns", help="which to run")
+    parser.add_argument("--parts", default="compare,prefill,turns,joins", help="which to run")
     parser.add_argument("--profile", action="store_true", help="also write rollout_profile_<model>.txt")
     parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory for the engine")
     parser.add_argument("--vllm-args", default="{}", metavar="JSON", help="further arguments of vLLM's engine")

@@ -40,8 +40,8 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # ours draws; flashinfer would compile its own at start
 }
 JOINING_TOKENS = 768  # of prompts in a step that a graph still holds, beside one of every running sequence
-# Without a graph for it a step that somebody joins costs 3 to 16 ms more than one that only decodes, with one 1 to 6
-# (bench/rollout.py --parts turns, one H200, 192 sequences). Where there is none, who comes waits for others.
+# Where there is no graph for it, a step that somebody joins is dear, and who comes waits for others: 256 episodes of 4
+# turns with tools between them took as long at their own pace as turn by turn (bench/rollout.py, Qwen3-0.6B on one H200).
 ADMIT_S = 0.05
 ADMIT_SHARE = 8  # an eighth of the running sequences or more join at once
 GPU_S = 300.0  # a step takes milliseconds
