@@ -157,6 +157,7 @@ def test_weights_none_and_partial() -> None:
     config = {"w": RewardConfig(fn="exact", weight=0.5)}
     named = functools.partial(one)
     rewards = RewardSet.from_config(config, [named, nothing])
+    assert rewards.listing == "0.5 x w, one, nothing"
     (score_,) = asyncio.run(rewards.score([make_sample()]))
     assert score_.rewards == {"w": 1.0, "one": 1.0, "nothing": None}
     assert score_.reward == 1.5

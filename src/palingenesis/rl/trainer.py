@@ -355,7 +355,7 @@ def _build(config: RLConfig, rewards: RewardSet) -> Run:
     files.write_config(
         config.dump(header=versions() | {"backend": backend(config), "rewards": ", ".join(rewards.names)})
     )
-    log.start(facts(config, parts))
+    log.start(facts(config, parts, rewards))
     for line in notes(config, parts, old, resumed.folder if resumed else None, abandoned):
         log.say(line)
     return Run(
@@ -586,7 +586,7 @@ def restore(resumed: Any, parts: Parts, policy_step: Any) -> None:
     resumed.restore_rng()
 
 
-def facts(config: RLConfig, parts: Parts) -> dict[str, str]:
+def facts(config: RLConfig, parts: Parts, rewards: RewardSet) -> dict[str, str]:
     """What the header of a run shows."""
     from palingenesis.rl.policy.flops import peak_flops
 
@@ -594,9 +594,11 @@ def facts(config: RLConfig, parts: Parts) -> dict[str, str]:
     size = sum(p.numel() for p in model.parameters()) / 1e6
     peak = peak_flops(parts.policy.device)
     assumed = f", MFU against {peak / 1e12:.0f} TFLOP/s" if peak else ""
+    own = "env" if parts.environments and parts.environments.has_reward else ""
     return {
         "policy": f"{config.model.policy} ({size:,.1f} M parameters, {model.dtype}, {parts.policy.device}{assumed})",
         "rows": f"{len(parts.rows.train):,} to train on, {len(parts.rows.held_out):,} held out",
+        "rewards": ", ".join(filter(None, [rewards.listing, own])),
         "step": f"{rollout.batch_prompts} prompts x {rollout.group_size} rollouts, at most {parts.budget.completion} tokens",
         **({"tools": parts.environments.listing} if parts.environments else {}),
         "loss": f"{config.loss.type}, learning rate {config.train.learning_rate:g}, {config.train.steps} steps",

@@ -129,6 +129,11 @@ class RewardSet:
     def names(self) -> tuple[str, ...]:
         return tuple(self.rewards)
 
+    @property
+    def listing(self) -> str:
+        """For the header of a run: names, and the weights that are not 1."""
+        return ", ".join(f"{r.weight:g} x {r.name}" if r.weight != 1 else r.name for r in self.rewards.values())
+
     async def score(
         self, samples: Sequence[Sample], extra: Sequence[Mapping[str, float] | None] | None = None
     ) -> list[Score]:
