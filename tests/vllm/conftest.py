@@ -40,7 +40,7 @@ def engine() -> Iterator[object]:
         max_num_seqs=64,
         gpu_memory_utilization=0.1,
         sleep=DEVICE.type == "cuda",
-        extra={"block_size": 32, "num_gpu_blocks_override": 400, "enforce_eager": True},
+        extra={"block_size": 32, "num_gpu_blocks_override": 400},
     )
     engine = VLLMEngine(options)
     yield engine

@@ -183,6 +183,33 @@ def test_requests_that_come_one_by_one_join_together(engine: Any, monkeypatch: p
     assert engine.core.steps.short > 280
 
 
+def test_prompts_that_join_those_that_decode_are_computed_whole(engine: Any, policy: Policy) -> None:
+    """In one step with them, and on a GPU in one graph that was captured for shorter prompts."""
+    engine.load(PolicyWeights(0, policy.model))
+    engine.core.steps.mixed = 0
+    prompts = [tuple((7 * i + k) % 250 for k in range(20 + 23 * i)) for i in range(12)]
+
+    async def joining() -> list[Completion]:
+        decoding = [
+            asyncio.create_task(engine.generate(PROMPTS[i % 16], SamplingParams(900, seed=i))) for i in range(40)
+        ]
+        await asyncio.to_thread(wait_until, lambda: sum(bool(r.versions) for r in _running(engine)) == 40)
+        joined = []
+        for i, prompt in enumerate(prompts):
+            joined.append(asyncio.create_task(engine.generate(prompt, SamplingParams(24, seed=i))))
+            await asyncio.sleep(0.02)
+        done = await asyncio.gather(*joined)
+        for task in decoding:
+            task.cancel()
+        return list(done)
+
+    done = asyncio.run(joining())
+    assert engine.core.steps.mixed > 3
+    for prompt, completion in zip(prompts, done, strict=True):
+        assert gap(policy, [prompt], [completion]) < AGREE
+    wait_until(lambda: not engine.core.steps.running)
+
+
 def mixed_load(core: Any, seed: int) -> tuple[dict[int, Completion], int]:
     """A hundred requests that come, go, stop and are aborted, stepped by hand."""
     rng = random.Random(seed)

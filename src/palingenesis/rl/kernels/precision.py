@@ -3,9 +3,9 @@
     token ids ── embedding ──> float32 residual stream ──(norm ── bf16 products ── attention ──> + )──> norm ──> head
 
 A residual stream that is rounded to bf16 after every block is the largest part of what sampler and trainer disagree about.
-Mean |difference| of the log-probs of sampled tokens from those of float32 arithmetic with the same bf16 weights, SmolLM2-135M:
-0.0227 with every result rounded, 0.0174 with a float32 residual stream alone, 0.0148 as here (bench/rounding.py). vLLM's side
-of it is engines/vllm/residual.py.
+Mean |difference| of the log-probs of sampled tokens from those of float32 arithmetic with the same bf16 weights,
+SmolLM2-135M: 0.0227 with every result rounded, 0.0174 with a float32 residual stream alone, 0.0148 as here
+(bench/rounding.py). vLLM's side of it is engines/vllm/residual.py.
 """
 
 from __future__ import annotations

@@ -97,7 +97,10 @@ class VLLMOptions:
             args |= {"compilation_config": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}}
         else:
             args |= {"enforce_eager": True}
-        return args | _for_model(self.model) | dict(self.extra)
+        args |= _for_model(self.model)
+        extra = dict(self.extra)
+        config = args.pop("additional_config") | extra.pop("additional_config", {})
+        return args | {"additional_config": config} | extra
 
 
 class Core:

@@ -31,6 +31,8 @@ from typing import Any
 from palingenesis.rl.errors import EngineError
 from palingenesis.rl.types import Completion, Finish, SamplingParams
 
+MIN_PIECE = 256  # tokens of prompts: fewer a step would make a long prompt wait
+
 
 @dataclass(eq=False)
 class Running:
@@ -89,8 +91,13 @@ class Steps:
         self._counts_in_flight = _counts_in_flight()
         self._unit = _block_unit(scheduler)
         self._graph = scheduler.vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        # With several kinds of cache, what a block no longer needs is freed one token after its boundary.
-        self._late = 1 if len(scheduler.kv_cache_config.kv_cache_groups) > 1 else 0
+        self._piece = max(
+            MIN_PIECE, *_block_sizes(scheduler)
+        )  # a shorter piece of a hybrid model's prompt is not computed
+        # With several kinds of cache, what is no longer needed is freed one token after a boundary or the prompt's end; with
+        # tokens in flight counted, another one later.
+        several = len(scheduler.kv_cache_config.kv_cache_groups) > 1
+        self._late = (1 + (self._asynchronous and self._counts_in_flight)) if several else 0
         self.shortcut = self._unit > 0 and _is_plain(scheduler)
         self.take_over()
 
@@ -159,14 +166,15 @@ class Steps:
             computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
             if request.request_id not in self.running:
                 return None
-            if len(request._all_token_ids) + placeholders - computed != 1:
+            prompt = request.num_prompt_tokens
+            if computed < prompt or len(request._all_token_ids) + placeholders - computed != 1:
                 prompts.append(request)
                 continue
-            ends = request.num_prompt_tokens + request.max_tokens
+            ends = prompt + request.max_tokens
             if (placeholders and computed + 2 - placeholders >= ends) or computed >= self.max_model_len - 1:
                 continue  # the step under way is its last
             chosen.append(request)
-            if computed % self._unit <= self._late:
+            if computed % self._unit <= self._late or computed - prompt < self._late:
                 growing.append(request)
         if not chosen or len(chosen) > s.max_num_scheduled_tokens or not self._are_free(2 * len(growing)):
             return None
@@ -195,9 +203,9 @@ class Steps:
         before = set(s.prev_step_scheduled_req_ids)
         others = {request.request_id for request in prompts}
         rest = [request for request in running if request.request_id not in others]
-        left = budget - decoding
+        left, in_graph = budget - decoding, self._graph - decoding
         s.running, s.max_num_running_reqs = prompts, places - len(rest)
-        s.max_num_scheduled_tokens = min(left, self._graph - decoding) if self._graph > decoding else left
+        s.max_num_scheduled_tokens = min(left, in_graph) if in_graph >= self._piece else left
         try:
             out = self._schedule(*args, **kwargs)
         finally:
@@ -405,6 +413,8 @@ def _is_plain(scheduler: Any) -> bool:
         or getattr(config, "kv_events_config", None) is not None
         or getattr(scheduler, "enable_return_routed_experts", False)
         or getattr(scheduler, "return_sampling_mask", False)
+        or getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs) != scheduler.max_num_running_reqs
+        or getattr(getattr(scheduler.kv_cache_manager, "coordinator", None), "enable_partial_hash_hits", False)
         or getattr(scheduler, "aux_output_connector", None) is not None
     )
 
@@ -418,8 +428,10 @@ def _counts_in_flight() -> bool:
 
 def _block_unit(scheduler: Any) -> int:
     """Tokens between two boundaries at which any block of any cache group, or its hash, can change; 0 if unknown."""
-    try:
-        sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
-        return math.gcd(*sizes, scheduler.kv_cache_manager.block_pool.hash_block_size)
-    except AttributeError:
-        return 0
+    sizes, pool = _block_sizes(scheduler), scheduler.kv_cache_manager.block_pool
+    return math.gcd(*sizes, pool.hash_block_size) if all(sizes) and hasattr(pool, "hash_block_size") else 0
+
+
+def _block_sizes(scheduler: Any) -> list[int]:
+    """Tokens a block of each cache group; 0 where unknown."""
+    return [getattr(group.kv_cache_spec, "block_size", 0) for group in scheduler.kv_cache_config.kv_cache_groups]
