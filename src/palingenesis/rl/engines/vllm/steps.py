@@ -91,9 +91,7 @@ class Steps:
         self._counts_in_flight = _counts_in_flight()
         self._unit = _block_unit(scheduler)
         self._graph = scheduler.vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        self._piece = max(
-            MIN_PIECE, *_block_sizes(scheduler)
-        )  # a shorter piece of a hybrid model's prompt is not computed
+        self._piece = max(MIN_PIECE, *_block_sizes(scheduler))  # of a hybrid's prompt nothing shorter is computed
         # With several kinds of cache, what is no longer needed is freed one token after a boundary or the prompt's end; with
         # tokens in flight counted, another one later.
         several = len(scheduler.kv_cache_config.kv_cache_groups) > 1
