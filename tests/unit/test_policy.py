@@ -297,7 +297,7 @@ def test_a_bf16_model_adds_up_in_float32() -> None:
     assert ours.dtype == torch.bfloat16
     true = exact.base_model(ids).last_hidden_state
     rounded = plain.base_model(ids).last_hidden_state
-    error, theirs = (float((h.detach().float() - true.detach()).norm() / true.norm()) for h in (ours, rounded))
+    error, theirs = (float((h.detach().float() - true.detach()).norm() / true.detach().norm()) for h in (ours, rounded))
     assert error < 0.8 * theirs
     ours.float().square().mean().backward()
     true.square().mean().backward()
