@@ -14,8 +14,8 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -27,16 +27,17 @@ from palingenesis.rl.policy.model import Policy, load_policy
 
 
 @contextmanager
-def rounded(policy: Policy) -> Iterator[None]:
-    """The model as transformers runs it in bf16."""
-    embeddings = [m for m in policy.model.modules() if isinstance(m, torch.nn.Embedding)]
-    kept = [dict(m._forward_hooks) for m in embeddings]
-    for module in embeddings:
-        module._forward_hooks.clear()
-    with patch("palingenesis.rl.policy.model.mixed_precision", lambda model: nullcontext()):
+def rounded() -> Iterator[None]:
+    """A policy that is loaded and run in here is as transformers runs it in bf16."""
+    module = "palingenesis.rl.policy.model"
+    with (
+        patch(f"{module}.widen_residuals", lambda model: None),
+        patch(f"{module}.mixed_precision", lambda m: nullcontext()),
+    ):
         yield
-    for module, hooks in zip(embeddings, kept, strict=True):
-        module._forward_hooks.update(hooks)
+
+
+WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {"with": nullcontext, "without": rounded}
 
 
 def step(policy: Policy, ids: torch.Tensor) -> None:
@@ -77,13 +78,16 @@ def main() -> int:
             from transformers import AutoConfig, AutoModelForCausalLM
 
             AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(made.folder)).save_pretrained(folder)
-        policy, _ = load_policy(folder if made.random else made.folder, device=device, dtype=torch.bfloat16)
+        source = folder if made.random else made.folder
+        policies = {}
+        for name, way in WAYS.items():
+            with way():
+                policies[name], _ = load_policy(source, device=device, dtype=torch.bfloat16)
     ids = torch.randint(3, made.config["vocab_size"], (args.rows, 512), device=device)
-    seen: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
-    for number in range(4):
-        name = ("with", "without")[number % 2]
-        with nullcontext() if name == "with" else rounded(policy):
-            seen[name].append(measured(policy, ids, args.steps))
+    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    for name in (*WAYS, *WAYS):
+        with WAYS[name]():
+            seen[name].append(measured(policies[name], ids, args.steps))
     figures: dict[str, Any] = {
         f"{name}_{what}": round(statistics.median(one[at] for one in of), 2)
         for name, of in seen.items()

@@ -323,22 +323,13 @@ def joins(engine: VLLMEngine, made: Shape, sizes: Sizes) -> dict[str, Any]:
     every, steps = 16, 2 * sizes.warm
 
     def seconds(joining: int) -> float:
-        answers: list[Any] = []
-        with engine._standing_still():
-            for seed, prompt in enumerate(random_prompts(running, 20, vocabulary, next(_fresh))):
-                engine.core.add(prompt, SamplingParams(2 * steps, 1.0, (), seed), answers.append)
-            for _ in range(every):
-                engine.core.step()
-            began = time.perf_counter()
-            for step in range(steps):
-                if step % every == 0:
-                    for seed, prompt in enumerate(random_prompts(joining, 32, vocabulary, next(_fresh))):
-                        engine.core.add(prompt, SamplingParams(4, 1.0, (), seed), answers.append)
-                engine.core.step()
-            took = time.perf_counter() - began
-            while engine.core.busy:
-                engine.core.step()
-        return took
+        def join(step: int) -> None:
+            if step % every == 0 and every <= step < every + steps:
+                for seed, prompt in enumerate(random_prompts(joining, 32, vocabulary, next(_fresh))):
+                    engine.core.add(prompt, SamplingParams(4, 1.0, (), seed), [].append)
+
+        beside = Load(random_prompts(running, 20, vocabulary, next(_fresh)), [2 * steps] * running)
+        return sum(took for took, _ in driven(engine, beside, join).steps[every : every + steps])
 
     extra = []
     for _ in range(4):  # the first warms up

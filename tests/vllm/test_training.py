@@ -27,13 +27,14 @@ def train(config: str, folder: Path, *options: str) -> list[dict[str, float]]:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_quickstart_trains_on_vllms_rollouts(tmp_path: Path, staleness: int) -> None:
     options = ["--train.steps", "6", "--train.eval_samples", "16", "--rollout.max_staleness", str(staleness)]
-    exact = 1e-3 if torch.cuda.is_available() else 1e-6  # bf16 on a GPU, float32 on a CPU
+    # bf16 on a GPU, float32 on a CPU. At staleness 1 it is mostly the policy that has moved; 0.07 was seen on a GPU, and
+    # log-probs of something else are above 1.
+    exact, moved = (1e-3, 0.3) if torch.cuda.is_available() else (1e-6, 0.05)
     steps = train("rl_quickstart.yaml", tmp_path / "run", *options)
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     for step in steps:
         assert step["tokens/trained"] > 0
-        # At staleness 1 it is mostly the policy that has moved: 0.07 was seen; log-probs of something else are above 1.
-        assert step["policy/mismatch_k3"] < (exact if staleness == 0 else 0.3)
+        assert step["policy/mismatch_k3"] < (exact if staleness == 0 else moved)
         assert step["engine/seqs_mean"] > 10
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 

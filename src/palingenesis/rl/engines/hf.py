@@ -38,7 +38,7 @@ import torch
 
 from palingenesis.rl.errors import EngineError
 from palingenesis.rl.kernels.head import wide_product
-from palingenesis.rl.kernels.precision import mixed_precision
+from palingenesis.rl.kernels.precision import HALF, mixed_precision
 from palingenesis.rl.kernels.sample import sample_reference
 from palingenesis.rl.observe.pace import settled
 from palingenesis.rl.observe.waits import progress, wait_for
@@ -253,7 +253,7 @@ class HFEngine:
 
 def _wide_logits(head: Any, inputs: tuple[torch.Tensor, ...], logits: torch.Tensor) -> torch.Tensor:
     """The head's output again, in float32, where the model computes it in half precision."""
-    if logits.dtype not in (torch.bfloat16, torch.float16):
+    if logits.dtype not in HALF:
         return logits
     with torch.autocast(logits.device.type, enabled=False):
         hidden = inputs[0].to(head.weight.dtype)

@@ -98,9 +98,8 @@ class VLLMOptions:
         else:
             args |= {"enforce_eager": True}
         args |= _for_model(self.model)
-        extra = dict(self.extra)
-        config = args.pop("additional_config") | extra.pop("additional_config", {})
-        return args | {"additional_config": config} | extra
+        config = COMPILED_WITH | args.get("additional_config", {}) | self.extra.get("additional_config", {})
+        return args | dict(self.extra) | {"additional_config": config}
 
 
 class Core:
@@ -333,8 +332,7 @@ def graph_sizes(max_num_seqs: int, max_model_len: int) -> list[int]:
     """
     top = max_num_seqs + JOINING_TOKENS
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, top + 1, 16), max_num_seqs]
-    fits = (n for n in sizes if n <= max_num_seqs or n // max_num_seqs + n % max_num_seqs <= max_model_len)
-    return sorted({n for n in fits if n <= top})
+    return sorted({n for n in sizes if n <= max_num_seqs or n // max_num_seqs + n % max_num_seqs <= max_model_len})
 
 
 def _refused(prompt: tuple[int, ...], error: Exception) -> EngineError:
@@ -346,11 +344,11 @@ def _for_model(folder: str) -> dict[str, Any]:
     that are there (vLLM takes flashinfer's for granted)."""
     config = Path(folder) / "config.json"
     values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    args: dict[str, Any] = {"additional_config": dict(COMPILED_WITH)}
+    args: dict[str, Any] = {}
     if "vision_config" in values:
         args |= {"language_model_only": True, "limit_mm_per_prompt": {"image": 0, "video": 0}}
     if "linear_num_key_heads" in values.get("text_config", values) and find_spec("flashinfer") is None:
-        args["additional_config"]["gdn_prefill_backend"] = "triton"
+        args |= {"additional_config": {"gdn_prefill_backend": "triton"}}
     return args
 
 
