@@ -56,6 +56,15 @@ def test_a_draw_next_to_one_stays_on_a_possible_token() -> None:
     assert torch.isfinite(logprob).all()
 
 
+def test_of_nan_logits_the_token_is_one_of_the_vocabulary_and_the_logprob_says_so() -> None:
+    tokens, logprobs = sample(
+        torch.full((2, 30), torch.nan), torch.tensor([0.0, 1.0]), torch.arange(2), torch.arange(2)
+    )
+    assert int(tokens.min()) >= 0
+    assert int(tokens.max()) < 30
+    assert bool(logprobs.isnan().all())
+
+
 def test_greedy_and_sampled_rows_stand_in_one_batch() -> None:
     logits = torch.randn(6, 30)
     temperature = torch.tensor([0.0, 1.0, 0.0, 0.7, 0.0, 1.3])

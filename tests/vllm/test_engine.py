@@ -131,7 +131,7 @@ def test_a_prompt_that_waits_through_a_load_is_computed_with_the_new_weights(eng
     engine.load(PolicyWeights(20, policy.model))
 
     async def during() -> Completion:
-        work = [asyncio.create_task(engine.generate(prompt, SamplingParams(80, seed=i))) for i in range(65)]
+        work = [asyncio.create_task(engine.generate(prompt, SamplingParams(600, seed=i))) for i in range(65)]
         await asyncio.to_thread(wait_until, lambda: sum(bool(r.versions) for r in _running(engine)) == 64)
         assert engine.core.requests == 65
         shaken(policy)
@@ -187,7 +187,7 @@ def test_prompts_that_join_those_that_decode_are_computed_whole(engine: Any, pol
     """In one step with them, and on a GPU in one graph that was captured for shorter prompts."""
     engine.load(PolicyWeights(0, policy.model))
     engine.core.steps.mixed = 0
-    prompts = [tuple((7 * i + k) % 250 for k in range(20 + 23 * i)) for i in range(12)]
+    prompts = [tuple((7 * i + k) % 250 for k in range(n)) for i, n in enumerate([*range(20, 280, 23), 500, 700])]
 
     async def joining() -> list[Completion]:
         decoding = [
@@ -205,8 +205,9 @@ def test_prompts_that_join_those_that_decode_are_computed_whole(engine: Any, pol
 
     done = asyncio.run(joining())
     assert engine.core.steps.mixed > 3
-    for prompt, completion in zip(prompts, done, strict=True):
-        assert gap(policy, [prompt], [completion]) < AGREE
+    gaps = {len(prompt): gap(policy, [prompt], [completion]) for prompt, completion in zip(prompts, done, strict=True)}
+    assert max(gaps.values()) < 2 * AGREE, gaps
+    assert sum(gaps.values()) / len(gaps) < AGREE, gaps
     wait_until(lambda: not engine.core.steps.running)
 
 

@@ -20,7 +20,8 @@ _MIX = (-4658895280553007687, -7723592293110705685)  # 0xBF58476D1CE4E5B9, 0x94D
 
 
 def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """`(tokens int64 [n], logprobs float32 [n])`.
+    """`(tokens int64 [n], logprobs float32 [n])`. Of NaN logits the log-prob is NaN and the token one of the vocabulary, so
+    that the trainer, which refuses such a log-prob, is reached.
 
     Args:
         logits: [n, V]; -inf marks tokens that cannot be drawn.
@@ -49,6 +50,7 @@ def sample_reference(logits: Tensor, temperature: Tensor, draws: Tensor) -> tupl
     # Below the whole mass, whatever the sum rounded to: the entry that passes it is one of the vocabulary, with mass.
     target = torch.minimum(draws.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
     token = torch.where(greedy.unsqueeze(1), best, torch.searchsorted(cdf, target, right=True))
+    token = token.clamp_max_(logits.shape[-1] - 1)  # NaN is passed by nothing
     return token[:, 0], logprobs.gather(1, token)[:, 0]
 
 

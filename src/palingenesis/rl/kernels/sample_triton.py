@@ -123,6 +123,7 @@ def _draw(
         last = tl.max(tl.where(inside > 0.0, columns, 0), axis=0)
         token = tl.min(tl.where((reached > target) & (inside > 0.0), columns, vocabulary), axis=0)
         token = tl.where(token == vocabulary, last, token).to(tl.int64)
+    token = tl.minimum(token, vocabulary - 1)  # among NaN logits the argmax may be one of the columns beyond
     z = tl.load(logits + row * stride + token).to(tl.float32)
     x = tl.where(temperature == 0.0, z, z / temperature)
     tl.store(tokens + row, token)

@@ -26,6 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from palingenesis.rl.engines.vllm.decode import DecodeGraphs, can_decode
+from palingenesis.rl.engines.vllm.graphs import JoinGraphs, can_capture
 from palingenesis.rl.engines.vllm.residual import COMPILED_WITH, widen_residuals
 from palingenesis.rl.engines.vllm.sampler import install
 from palingenesis.rl.engines.vllm.steps import Running, Steps
@@ -39,7 +41,6 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # ours draws; flashinfer would compile its own at start
 }
-JOINING_TOKENS = 768  # of prompts in a step that a graph still holds, beside one of every running sequence
 # Where there is no graph for it, a step that somebody joins is dear, and who comes waits for others: 256 episodes of 4
 # turns with tools between them took as long at their own pace as turn by turn (bench/rollout.py, Qwen3-0.6B on one H200).
 ADMIT_S = 0.05
@@ -92,9 +93,7 @@ class VLLMOptions:
         }
         if self.device == "cuda":
             args |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": self.sleep}
-            # A graph for steps that somebody joins too, where the attention kernels can; vLLM falls back where not.
-            sizes = graph_sizes(self.max_num_seqs, self.max_model_len)
-            args |= {"compilation_config": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}}
+            args |= {"compilation_config": {"cudagraph_capture_sizes": graph_sizes(self.max_num_seqs)}}
         else:
             args |= {"enforce_eager": True}
         args |= _for_model(self.model)
@@ -127,14 +126,27 @@ class Core:
         self._admitted = 0.0  # when requests joined last
         self.stream = _urgent_stream() if options.device == "cuda" else None
         self.llm = _start(options, self.stream)
-        graphs = self.llm.vllm_config.compilation_config.cudagraph_mode
-        self.patience = 0.0 if graphs.mixed_mode() == type(graphs).FULL else ADMIT_S
         self._client = self.llm.engine_core
         self._engine = self._client.engine_core
         self._runner = self.llm.model_executor.driver_worker.model_runner
         self._seeds_by_vllm = hasattr(self._runner.sampler, "sampling_states")  # the older runner would make generators
+        self._graphs: list[JoinGraphs | DecodeGraphs] = []
         self.steps = Steps(self._engine.scheduler, self.llm.model_config.max_model_len)
-        self._undo = install(self._runner, self._seed_of)
+        self.exchange()
+        self.patience = ADMIT_S
+        with _one_message("capture its graphs"), self.on_stream():
+            self._capture()
+
+    def _capture(self) -> None:
+        """Graphs of our own, where we can make them; the head is ours by now."""
+        if can_decode(self._runner):
+            self._graphs.append(DecodeGraphs(self._runner))
+        if can_capture(self._runner):
+            joins = JoinGraphs(self._runner, self.llm.model_config.max_model_len)
+            self._graphs.append(joins)
+            self.steps.in_graph, self.patience = joins.tokens, 0.0
+        for graphs in self._graphs:
+            graphs.take_over()
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Where the engine's kernels go, whichever thread launches them. vLLM takes the stream it is built on for its own;
@@ -144,14 +156,18 @@ class Core:
         return torch.cuda.stream(self.stream)  # nothing without a GPU
 
     def exchange(self) -> None:
-        """Put our draw and our steps in the place of vLLM's again."""
+        """Put our draw, our steps and our graphs in the place of vLLM's."""
         self._undo = install(self._runner, self._seed_of)
         self.steps.take_over()
+        for graphs in self._graphs:
+            graphs.take_over()
 
     def restore(self) -> None:
         """Give vLLM its own back: what benchmarks measure against."""
         self._undo()
         self.steps.let_go()
+        for graphs in self._graphs:
+            graphs.let_go()
 
     # --- requests ---
 
@@ -318,21 +334,18 @@ class Core:
             _free_cached_memory()
             with self.on_stream():
                 self.llm.wake_up(["kv_cache"])
+                for graphs in self._graphs:
+                    graphs.woken()
         self.asleep = False
 
     def close(self) -> None:
         self.llm.engine_core.shutdown()
 
 
-def graph_sizes(max_num_seqs: int, max_model_len: int) -> list[int]:
-    """Tokens of a step for which a graph is captured, about as dense as vLLM's own choice, and further.
-
-    Above `max_num_seqs` vLLM captures with every place taken and gives the last one what does not divide evenly: where
-    that is longer than a sequence may be, it reads past its blocks (0.25.1: "illegal memory access").
-    """
-    top = max_num_seqs + JOINING_TOKENS
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, top + 1, 16), max_num_seqs]
-    return sorted({n for n in sizes if n <= max_num_seqs or n // max_num_seqs + n % max_num_seqs <= max_model_len})
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Tokens of a step for which vLLM captures graphs: its own choice, which would end at 512 however many may decode."""
+    top = max(max_num_seqs, min(2 * max_num_seqs, 512))
+    return sorted({1, 2, 4, *range(8, min(top, 256), 8), *range(256, top + 1, 16), max_num_seqs})
 
 
 def _refused(prompt: tuple[int, ...], error: Exception) -> EngineError:

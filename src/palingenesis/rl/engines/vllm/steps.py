@@ -76,6 +76,7 @@ class Steps:
         totals: `prefill`, `cached` and `generated` tokens of requests so far.
         short, mixed: steps that left vLLM's scheduler out, and steps that left only those who join to it.
         shortcut: the short way may be taken.
+        in_graph: tokens of the largest step with prompts that a graph holds.
     """
 
     def __init__(self, scheduler: Any, max_model_len: int) -> None:
@@ -90,14 +91,13 @@ class Steps:
         self._asynchronous = hasattr(scheduler, "_spec_token_placeholders")
         self._counts_in_flight = _counts_in_flight()
         self._unit = _block_unit(scheduler)
-        self._graph = scheduler.vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self.in_graph = scheduler.vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self._piece = max(MIN_PIECE, *_block_sizes(scheduler))  # of a hybrid's prompt nothing shorter is computed
         # With several kinds of cache, what is no longer needed is freed one token after a boundary or the prompt's end; with
         # tokens in flight counted, another one later.
         several = len(scheduler.kv_cache_config.kv_cache_groups) > 1
         self._late = (1 + (self._asynchronous and self._counts_in_flight)) if several else 0
         self.shortcut = self._unit > 0 and _is_plain(scheduler)
-        self.take_over()
 
     def take_over(self) -> None:
         """Stand in for the scheduler's own ways."""
@@ -201,7 +201,7 @@ class Steps:
         before = set(s.prev_step_scheduled_req_ids)
         others = {request.request_id for request in prompts}
         rest = [request for request in running if request.request_id not in others]
-        left, in_graph = budget - decoding, self._graph - decoding
+        left, in_graph = budget - decoding, self.in_graph - decoding
         s.running, s.max_num_running_reqs = prompts, places - len(rest)
         s.max_num_scheduled_tokens = min(left, in_graph) if in_graph >= self._piece else left
         try:
