@@ -41,9 +41,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # ours draws; flashinfer would compile its own at start
 }
-# Where there is no graph for it, a step that somebody joins is dear, and who comes waits for others: 256 episodes of 4
-# turns with tools between them took as long at their own pace as turn by turn (bench/rollout.py, Qwen3-0.6B on one H200).
-ADMIT_S = 0.05
+# A step that somebody joins costs everybody c more, and who waits for others loses half of the wait: with turns of T seconds
+# the least is lost at sqrt(2 c T), 25 ms for a join of 1 ms (SmolLM2 on one H200) and turns of 0.3 s.
+ADMIT_S = 0.03
 ADMIT_SHARE = 8  # an eighth of the running sequences or more join at once
 GPU_S = 300.0  # a step takes milliseconds
 SLEEP_LEVEL = 2  # the trainer has the weights: nothing needs to be kept on the host
@@ -110,7 +110,7 @@ class Core:
     Attributes:
         steps: the way between vLLM's scheduler and our requests.
         held: requests that have not joined the batch yet, in the order they came.
-        patience: seconds that one may be held.
+        patience: seconds that one may be held for others.
 
     Raises:
         ConfigError: `vllm_args` names what vLLM does not know.
@@ -144,7 +144,7 @@ class Core:
         if can_capture(self._runner):
             joins = JoinGraphs(self._runner, self.llm.model_config.max_model_len)
             self._graphs.append(joins)
-            self.steps.in_graph, self.patience = joins.tokens, 0.0
+            self.steps.in_graph = joins.tokens
         for graphs in self._graphs:
             graphs.take_over()
 

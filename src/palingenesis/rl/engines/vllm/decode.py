@@ -228,6 +228,8 @@ def can_decode(runner: Any) -> bool:
     """Nothing is configured that these graphs leave out."""
     if not can_capture(runner):
         return False
+    from vllm import envs
+
     largest = runner.cudagraph_manager.dispatch(runner.max_num_reqs, runner.max_num_reqs, 1, num_active_loras=0)
     return (
         largest.cg_mode == type(largest.cg_mode).FULL
@@ -237,6 +239,8 @@ def can_decode(runner: Any) -> bool:
         and not runner.use_dcp
         and not runner.lora_config
         and not runner.use_aux_hidden_state_outputs
+        and not runner.parallel_config.enable_eplb
+        and not envs.VLLM_MOE_SKIP_PADDING
         and runner.model_state.rope_state is None
         and runner.model_config.rswa_window is None
     )
