@@ -16,7 +16,8 @@ forced. The sides:
 `floor_share_steady` the same for the steps in which all 256 run. `prefill` asks for one token each: a group of 8
 against its prompt once, prompts of 100 and of 1200 tokens. `joins` is what a step costs more that 8 requests of 32 tokens
 join while 192 decode. The multi-turn part has 256 episodes of 4 turns with 0.2 s of tools in between: each goes on when its
-own turn ends, or all wait for the turn of all.
+own turn ends, or all wait for the turn of all; `multi_turn_free` is what the drawn lengths allow at the measured cost of a
+step by its sequences, were joining free.
 
 Each model runs in a process of its own and is merged into bench/results/rollout.json when it is done.
 """
@@ -33,10 +34,12 @@ import statistics
 import subprocess
 import sys
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
@@ -302,18 +305,64 @@ def multi_turn(engine: VLLMEngine, made: Shape, sizes: Sizes, repeats: int) -> d
                 await asyncio.gather(*map(tool, contexts))
 
     seconds: dict[str, list[float]] = {"own_pace": [], "blocking": []}
+    steps: list[tuple[float, int]] = []
     ways = {"own_pace": own_pace, "blocking": blocking}
     for repeat in range(-1, repeats):
         for name in ways if repeat % 2 == 0 else reversed(ways):
             contexts = [list(p) for p in Load.groups(sizes, vocabulary, []).prompts]
-            began = time.perf_counter()
-            asyncio.run(ways[name](contexts))
+            with timed_steps(engine.core, steps):
+                began = time.perf_counter()
+                asyncio.run(ways[name](contexts))
             if repeat >= 0:  # the first pass meets shapes whose kernels are not made yet
                 seconds[name].append(time.perf_counter() - began)
+        if repeat < 0:
+            steps.clear()
     return {
         "multi_turn_ratio": round(sum(seconds["blocking"]) / sum(seconds["own_pace"]), 3),
+        "multi_turn_free": round(pace_ratio(tokens, step_costs(steps, episodes)), 3),
         "multi_turn_seconds": {k: [round(s, 3) for s in v] for k, v in seconds.items()},
     }
+
+
+def step_costs(steps: Sequence[tuple[float, int]], most: int, width: int = 16) -> list[float]:
+    """Median seconds of a step by its number of sequences, 0 to `most`, in buckets of `width`; an empty one takes the next
+    larger one's, or the last there is."""
+    buckets: dict[int, list[float]] = {}
+    for seconds, running in steps:
+        buckets.setdefault(running // width, []).append(seconds)
+    medians = {bucket: statistics.median(of) for bucket, of in buckets.items() if len(of) >= 3}
+    known = sorted(medians)
+    return [medians[next((b for b in known if b >= n // width), known[-1])] for n in range(most + 1)]
+
+
+def pace_ratio(tokens: Sequence[Sequence[int]], cost: Sequence[float]) -> float:
+    """Blocking turns' time over that of episodes at their own pace, were joining free: what the lengths themselves allow.
+
+    Args:
+        tokens: by episode and turn.
+        cost: seconds of a step by the number of sequences in it.
+    """
+    turns = len(tokens[0])
+    blocking = (turns - 1) * TOOL_S
+    for at in range(turns):
+        left = sorted(of[at] for of in tokens)
+        blocking += sum(cost[len(left) - bisect_right(left, step)] for step in range(left[-1]))
+    now, waiting, running = 0.0, [(0.0, number, 0) for number in range(len(tokens))], {}
+    while waiting or running:
+        if not running:
+            now = max(now, waiting[0][0])
+        while waiting and waiting[0][0] <= now:
+            _, number, at = heappop(waiting)
+            running[number] = (tokens[number][at], at)
+        now += cost[len(running)]
+        for number, (left, at) in list(running.items()):
+            if left > 1:
+                running[number] = (left - 1, at)
+                continue
+            del running[number]
+            if at + 1 < turns:
+                heappush(waiting, (now + TOOL_S, number, at + 1))
+    return blocking / now
 
 
 def joins(engine: VLLMEngine, made: Shape, sizes: Sizes) -> dict[str, Any]:
@@ -460,6 +509,7 @@ def report(smoke: bool, names: Sequence[str]) -> None:
         "floor_share",
         "floor_share_steady",
         "multi_turn_ratio",
+        "multi_turn_free",
     )
     models = [(name, figures["models"].get(name, {})) for name in names]
     table(
