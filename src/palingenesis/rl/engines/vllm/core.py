@@ -93,7 +93,8 @@ class VLLMOptions:
         }
         if self.device == "cuda":
             args |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": self.sleep}
-            args |= {"compilation_config": {"cudagraph_capture_sizes": graph_sizes(self.max_num_seqs)}}
+            seqs = self.extra.get("max_num_seqs", self.max_num_seqs)
+            args |= {"compilation_config": {"cudagraph_capture_sizes": graph_sizes(seqs)}}
         else:
             args |= {"enforce_eager": True}
         args |= _for_model(self.model)
@@ -339,6 +340,9 @@ class Core:
         self.asleep = False
 
     def close(self) -> None:
+        self.restore()
+        self._graphs.clear()  # they hold the model, and so does what undoes the draw: vLLM gives its memory back
+        del self._undo
         self.llm.engine_core.shutdown()
 
 

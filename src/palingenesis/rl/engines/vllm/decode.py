@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,7 @@ class DecodeGraphs:
         self._graphs = self._capture(seqs)
 
     def take_over(self) -> None:
+        self._names = []
         self.runner.execute_model, self.runner.sample_tokens = self.execute_model, self.sample_tokens
 
     def let_go(self) -> None:
@@ -158,8 +160,11 @@ class DecodeGraphs:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             launch()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # of a capture that failed; what failed in it is the news
+                graph.capture_end()
+            raise
+        graph.capture_end()
         return graph
 
     def _prepare(self, batch: Any) -> None:

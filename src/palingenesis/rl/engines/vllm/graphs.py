@@ -88,15 +88,17 @@ class JoinGraphs:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoding, name)
 
-    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+    def dispatch(self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, **kwargs: Any) -> Any:
         """The graph of a step, or what vLLM does without one."""
-        found = self._decoding.dispatch(*args, **kwargs)
+        step = (num_reqs, num_tokens, uniform_token_count)
+        found = self._decoding.dispatch(*step, **kwargs)
         self._in_graph = False
-        if found.cg_mode == self._full:
+        if uniform_token_count == 1 and found.cg_mode == self._full:
             return found
-        joining = self._joining.dispatch(*args, **kwargs)
+        joining = self._joining.dispatch(*step, **kwargs)
         self._in_graph = joining.cg_mode == self._full
-        return joining if self._in_graph else found
+        # A graph of vLLM's for longer queries (its mode FULL) may be too short for them: then none, as `joining` says.
+        return joining if self._in_graph or found.cg_mode == self._full else found
 
     def run_fullgraph(self, graph: Any) -> Any:
         return (self._joining if self._in_graph else self._decoding).run_fullgraph(graph)
@@ -120,7 +122,7 @@ def can_capture(runner: Any) -> bool:
     return (
         mode.decode_mode() == type(mode).FULL
         and tuple(signature(type(manager).capture).parameters) == _CAPTURED
-        and all(getattr(builder, "aot_schedule", False) for builder in _builders(runner))  # FlashAttention 3
+        and all(map(_is_flash_attention_3, _builders(runner)))
     )
 
 
@@ -161,6 +163,10 @@ def changed(settings: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(settings, name, value)
+
+
+def _is_flash_attention_3(builder: Any) -> bool:
+    return type(builder).__name__ == "FlashAttentionMetadataBuilder" and bool(builder.aot_schedule)
 
 
 def _builders(runner: Any) -> list[Any]:

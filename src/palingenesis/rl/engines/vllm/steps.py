@@ -89,7 +89,7 @@ class Steps:
         self.short = self.mixed = 0
         self._preemptions = 0
         self._asynchronous = hasattr(scheduler, "_spec_token_placeholders")
-        self._counts_in_flight = _counts_in_flight()
+        self._counts_in_flight = _requests_have("num_in_flight_tokens")
         self._unit = _block_unit(scheduler)
         self.in_graph = scheduler.vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self._piece = max(MIN_PIECE, *_block_sizes(scheduler))  # of a hybrid's prompt nothing shorter is computed
@@ -165,7 +165,9 @@ class Steps:
             if request.request_id not in self.running:
                 return None
             prompt = request.num_prompt_tokens
-            if computed < prompt or len(request._all_token_ids) + placeholders - computed != 1:
+            # One that was preempted computes its own tokens anew, and has not sampled what comes next before they end.
+            again = request.is_prefill_chunk
+            if computed < prompt or again or len(request._all_token_ids) + placeholders - computed != 1:
                 prompts.append(request)
                 continue
             ends = prompt + request.max_tokens
@@ -398,7 +400,7 @@ _NAMES = (
 
 def _is_plain(scheduler: Any) -> bool:
     """Nothing is configured that the short way leaves out."""
-    if not all(hasattr(scheduler, name) for name in _NAMES):
+    if not all(hasattr(scheduler, name) for name in _NAMES) or not _requests_have("is_prefill_chunk"):
         return False
     config = scheduler.vllm_config
     return not (
@@ -417,11 +419,11 @@ def _is_plain(scheduler: Any) -> bool:
     )
 
 
-def _counts_in_flight() -> bool:
-    """Newer schedulers count the tokens of steps under way."""
+def _requests_have(name: str) -> bool:
+    """Versions differ in what they keep of a request."""
     from vllm.v1.request import Request
 
-    return "num_in_flight_tokens" in Request.__init__.__code__.co_names
+    return name in Request.__init__.__code__.co_names
 
 
 def _block_unit(scheduler: Any) -> int:
