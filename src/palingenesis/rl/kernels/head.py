@@ -59,7 +59,8 @@ def selected_logprobs(
         raise ValueError(f"the temperature of log-probs is above 0, not {temperature}")
     rows = slice_rows or budget_rows(weight.shape[0], hidden.device.type)
     head = _Head(temperature=temperature, softcap=softcap, scale=scale, rows=rows)
-    logp, entropy = _SlicedHead.apply(hidden, weight, bias, targets, head)  # type: ignore[no-untyped-call]
+    apply: Any = _SlicedHead.apply  # versions of torch differ in whether it is typed
+    logp, entropy = apply(hidden, weight, bias, targets, head)
     return logp, entropy
 
 
