@@ -133,10 +133,11 @@ class Core:
         self._seeds_by_vllm = hasattr(self._runner.sampler, "sampling_states")  # the older runner would make generators
         self._graphs: list[JoinGraphs | DecodeGraphs] = []
         self.steps = Steps(self._engine.scheduler, self.llm.model_config.max_model_len)
-        self.exchange()
         self.patience = ADMIT_S
+        self._undo = install(self._runner, self._seed_of)
         with _one_message("capture its graphs"), self.on_stream():
             self._capture()
+        self._take_over()
 
     def _capture(self) -> None:
         """Graphs of our own, where we can make them; the head is ours by now."""
@@ -146,8 +147,6 @@ class Core:
             joins = JoinGraphs(self._runner, self.llm.model_config.max_model_len)
             self._graphs.append(joins)
             self.steps.in_graph = joins.tokens
-        for graphs in self._graphs:
-            graphs.take_over()
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Where the engine's kernels go, whichever thread launches them. vLLM takes the stream it is built on for its own;
@@ -159,16 +158,17 @@ class Core:
     def exchange(self) -> None:
         """Put our draw, our steps and our graphs in the place of vLLM's."""
         self._undo = install(self._runner, self._seed_of)
-        self.steps.take_over()
-        for graphs in self._graphs:
-            graphs.take_over()
+        self._take_over()
+
+    def _take_over(self) -> None:
+        for one in (self.steps, *self._graphs):
+            one.take_over()
 
     def restore(self) -> None:
         """Give vLLM its own back: what benchmarks measure against."""
         self._undo()
-        self.steps.let_go()
-        for graphs in self._graphs:
-            graphs.let_go()
+        for one in (self.steps, *self._graphs):
+            one.let_go()
 
     # --- requests ---
 

@@ -18,7 +18,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -141,15 +141,10 @@ def join_sizes(max_num_seqs: int, max_model_len: int, max_num_tokens: int) -> li
 @contextmanager
 def unsplit(runner: Any, tokens: int) -> Iterator[None]:
     """Attention is scheduled with its keys in one part, for steps of up to `tokens`."""
-    builders = _builders(runner)
-    before = [(builder.max_num_splits, builder.max_cudagraph_size) for builder in builders]
-    for builder in builders:
-        builder.max_num_splits, builder.max_cudagraph_size = 1, tokens
-    try:
+    with ExitStack() as stack:
+        for builder in _builders(runner):
+            stack.enter_context(changed(builder, max_num_splits=1, max_cudagraph_size=tokens))
         yield
-    finally:
-        for builder, values in zip(builders, before, strict=True):
-            builder.max_num_splits, builder.max_cudagraph_size = values
 
 
 @contextmanager
