@@ -15,9 +15,10 @@ forced. The sides:
 `floor_share` is the decode floor's time for the whole run, tail included (shapes.Floor; 4.3 TB/s), over ours;
 `floor_share_steady` the same for the steps in which all 256 run. `prefill` asks for one token each: a group of 8
 against its prompt once, prompts of 100 and of 1200 tokens. `joins` is what a step costs more that 8 requests of 32 tokens
-join while 192 decode. The multi-turn part has 256 episodes of 4 turns with 0.2 s of tools in between: each goes on when its
-own turn ends, or all wait for the turn of all; `multi_turn_free` is what the drawn lengths allow at the measured cost of a
-step by its sequences, were joining free.
+join while 192 decode. `multi_turn` has 256 episodes of 4 turns with 0.2 s of tools in between: each goes on when its own
+turn ends, or all wait for the turn of all. Turns are drawn twice: `cut` (median 80, p99 4.7 times it, and none over 400) and
+`spread` (as in staleness.py: median 200, p99 6 times it, clipped at 2048). `free` is what the drawn lengths allow at the
+measured cost of a step by its sequences, were joining free.
 
 Each model runs in a process of its own and is merged into bench/results/rollout.json when it is done.
 """
@@ -36,7 +37,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
@@ -56,6 +57,15 @@ _fresh = count(1)
 
 
 @dataclass(frozen=True)
+class Turns:
+    """Tokens of a turn: log-normal."""
+
+    median: float
+    sigma: float
+    clip: int
+
+
+@dataclass(frozen=True)
 class Sizes:
     """How much is asked; a smoke run asks for little."""
 
@@ -67,15 +77,16 @@ class Sizes:
     clip: int = 2048
     warm: int = 64
     turns: int = 4
-    turn_median: float = 80.0
-    turn_clip: int = 400
+    turn: Mapping[str, Turns] = field(
+        default_factory=lambda: {"cut": Turns(80.0, SIGMA, 400), "spread": Turns(200.0, 0.770, 2048)}
+    )
     tool_tokens: int = 16
-    max_model_len: int = 2304
+    max_model_len: int = 4096
     slots: int = 256
 
 
-SMOKE = Sizes(prompts=4, group=4, prompt=40, long_prompt=200, median=12.0, clip=40, warm=8, turn_median=6.0, turn_clip=16,
-              max_model_len=256, slots=16)  # fmt: skip
+SMOKE = Sizes(prompts=4, group=4, prompt=40, long_prompt=200, median=12.0, clip=40, warm=8, max_model_len=256,
+              turn={"cut": Turns(6.0, SIGMA, 16)}, slots=16)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -275,11 +286,15 @@ def prefill(engine: VLLMEngine, made: Shape, sizes: Sizes) -> dict[str, Any]:
 
 
 def multi_turn(engine: VLLMEngine, made: Shape, sizes: Sizes, repeats: int) -> dict[str, Any]:
+    return {"multi_turn": {name: paces(engine, made, sizes, of, repeats) for name, of in sizes.turn.items()}}
+
+
+def paces(engine: VLLMEngine, made: Shape, sizes: Sizes, of: Turns, repeats: int) -> dict[str, Any]:
     """Episodes of several turns with tools between them: each at its own pace, or turn by turn together."""
     vocabulary = made.config["vocab_size"]
     episodes = sizes.prompts * sizes.group
-    spread = lengths(episodes * sizes.turns, median=sizes.turn_median, sigma=SIGMA, clip=sizes.turn_clip, seed=1)
-    tokens = [spread[i::episodes][: sizes.turns] for i in range(episodes)]
+    drawn = lengths(episodes * sizes.turns, median=of.median, sigma=of.sigma, clip=of.clip, seed=1)
+    tokens = [drawn[i::episodes] for i in range(episodes)]
 
     async def turn(context: list[int], number: int, at: int) -> None:
         params = SamplingParams(tokens[number][at], 1.0, (), number * sizes.turns + at)
@@ -318,9 +333,10 @@ def multi_turn(engine: VLLMEngine, made: Shape, sizes: Sizes, repeats: int) -> d
         if repeat < 0:
             steps.clear()
     return {
-        "multi_turn_ratio": round(sum(seconds["blocking"]) / sum(seconds["own_pace"]), 3),
-        "multi_turn_free": round(pace_ratio(tokens, step_costs(steps, episodes)), 3),
-        "multi_turn_seconds": {k: [round(s, 3) for s in v] for k, v in seconds.items()},
+        "ratio": round(sum(seconds["blocking"]) / sum(seconds["own_pace"]), 3),
+        "free": round(pace_ratio(tokens, step_costs(steps, episodes)), 3),
+        "seconds": {k: [round(s, 3) for s in v] for k, v in seconds.items()},
+        "tokens": {"median": statistics.median(drawn), "max": max(drawn), "longest_episode": max(map(sum, tokens))},
     }
 
 
@@ -508,8 +524,6 @@ def report(smoke: bool, names: Sequence[str]) -> None:
         "ratio_none",
         "floor_share",
         "floor_share_steady",
-        "multi_turn_ratio",
-        "multi_turn_free",
     )
     models = [(name, figures["models"].get(name, {})) for name in names]
     table(
@@ -520,6 +534,13 @@ def report(smoke: bool, names: Sequence[str]) -> None:
             | {"cached": of.get("cached_share", "-")}
             for name, of in models
             if of
+        ]
+    )
+    table(
+        [
+            {"model": name, "turns": k, "ratio": v["ratio"], "free": v["free"], **v["seconds"]}
+            for name, of in models
+            for k, v in of.get("multi_turn", {}).items()
         ]
     )
     table([{"model": n, "prompt": k, **v} for n, of in models for k, v in of.get("prefill", {}).items()])

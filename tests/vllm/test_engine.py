@@ -211,11 +211,21 @@ def test_prompts_that_join_those_that_decode_are_computed_whole(engine: Any, pol
     wait_until(lambda: not engine.core.steps.running)
 
 
-def mixed_load(core: Any, seed: int) -> tuple[dict[int, Completion], int]:
-    """A hundred requests that come, go, stop and are aborted, stepped by hand."""
+def agree(policy: Policy, asked: dict[int, tuple[tuple[int, ...], float]], done: dict[int, Completion]) -> None:
+    """Every completion has the trainer's log-probs, whatever it shared its steps with. Greedy ones have those at 1."""
+    gaps = {i: gap(policy, [asked[i][0]], [completion], asked[i][1] or 1.0) for i, completion in done.items()}
+    tokens = {i: len(completion.token_ids) for i, completion in done.items()}
+    assert max(gaps.values()) < 10 * AGREE, gaps
+    assert sum(gaps[i] * tokens[i] for i in gaps) < AGREE * sum(tokens.values()), gaps
+
+
+def mixed_load(core: Any, seed: int) -> tuple[dict[int, Completion], int, dict[int, tuple[tuple[int, ...], float]]]:
+    """A hundred requests that come, go, stop and are aborted, stepped by hand: what they got, how many blocks are free
+    after them, and prompt and temperature of each."""
     rng = random.Random(seed)
     done: dict[int, Completion] = {}
     names: dict[int, str] = {}
+    asked: dict[int, tuple[tuple[int, ...], float]] = {}
     todo = list(range(100))
     while todo or core.busy:
         while todo and rng.random() < 0.4:
@@ -223,19 +233,21 @@ def mixed_load(core: Any, seed: int) -> tuple[dict[int, Completion], int]:
             prompt = tuple((i % 7 + k) % 250 for k in range(rng.randrange(5, 300)))
             stops = (STOP,) if i % 2 else ()
             params = SamplingParams(rng.randrange(1, 200), rng.choice([0.0, 0.7, 1.0]), stops, seed=i)
+            asked[i] = (prompt, params.temperature)
             names[i] = core.add(prompt, params, lambda result, i=i: done.__setitem__(i, result))
         if names and rng.random() < 0.02:
             core.abort(names[rng.choice(list(names))])
         core.step()
     free = core._engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    return done, free
+    return done, free, asked
 
 
 @pytest.mark.parametrize("blocks", [400, 70])
 def test_the_short_way_leaves_what_vllms_own_would(
     engine: Any, policy: Policy, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Same requests in the same order: same tokens, same log-probs, same blocks; with few blocks requests are preempted."""
+    """Same requests in the same order: same tokens, same log-probs, same blocks; with few blocks requests are preempted.
+    On a GPU the two ways' attention differs in its last bits: there each is held against the trainer."""
     engine.load(PolicyWeights(0, policy.model))
     with engine._standing_still():
         core = engine.core
@@ -252,13 +264,14 @@ def test_the_short_way_leaves_what_vllms_own_would(
             assert (core.steps.mixed > blocks // 20) is shortcut
         core.steps.shortcut = True
         pool.free_blocks(held)
-    (ours, free), (own, free_own) = outcome
+    (ours, free, asked), (own, free_own, _) = outcome
     assert free == free_own
-    assert ours.keys() == own.keys()
     assert len(ours) > 80
-    same = [(ours[i].token_ids, ours[i].logprobs) == (own[i].token_ids, own[i].logprobs) for i in ours]
-    # On a GPU a sum's order depends on the batch it is in, which on both ways is the same but for what was aborted.
-    assert sum(same) >= (len(same) if DEVICE.type == "cpu" else 0.9 * len(same))
+    agree(policy, asked, ours)
+    if DEVICE.type == "cpu":
+        assert {i: (c.token_ids, c.logprobs) for i, c in ours.items()} == {
+            i: (c.token_ids, c.logprobs) for i, c in own.items()
+        }
 
 
 @pytest.mark.parametrize("blocks", [400, 60])
@@ -283,25 +296,25 @@ def test_prompts_in_pieces_leave_those_that_decode_to_the_short_way(
             assert (core.steps.mixed > blocks // 8) is shortcut
         core.steps.shortcut = True
         pool.free_blocks(held)
-    (ours, free), (own, free_own) = outcome
+    (ours, free, asked), (own, free_own, _) = outcome
     assert free == free_own
+    assert all(len(a.logprobs) == len(a.token_ids) == len(a.versions) for a in ours.values())
+    agree(policy, asked, ours)
     both = [(ours[i], own[i]) for i in ours.keys() & own.keys()]  # who is aborted depends on who is there
     assert len(both) > 80
-    same = [a for a, b in both if a.token_ids == b.token_ids]
-    assert len(same) > 0.95 * len(both)
-    assert all(len(a.logprobs) == len(a.token_ids) == len(a.versions) for a in ours.values())
-    for a, b in both:
-        if a.token_ids == b.token_ids:
-            torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=AGREE, rtol=1e-4)
+    if DEVICE.type == "cpu":
+        assert sum(a.token_ids == b.token_ids for a, b in both) > 0.95 * len(both)
 
 
 def test_one_that_was_preempted_decodes_when_all_it_knew_is_computed_again(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it sampled last is not the runner's last sample any more: the step before the last leaves one token of those it
     knew, which is not sampled but read."""
+    engine.load(PolicyWeights(0, policy.model))
+    asked, done = {0: (PROMPTS[0][:20], 1.0), 1: (PROMPTS[1], 1.0)}, {}
     with engine._standing_still():
-        core, done = engine.core, []
+        core = engine.core
         monkeypatch.setattr(core, "patience", 0.0)
         scheduler, decode, preempt = core._engine.scheduler, core.steps._decode, core.steps._preempt
         pool, known, decoded = scheduler.kv_cache_manager.block_pool, {}, []
@@ -316,8 +329,8 @@ def test_one_that_was_preempted_decodes_when_all_it_knew_is_computed_again(
 
         monkeypatch.setattr(core.steps, "_preempt", preempting)
         monkeypatch.setattr(core.steps, "_decode", decoding)
-        for prompt in (PROMPTS[0][:20], PROMPTS[1]):
-            core.add(prompt, SamplingParams(200, seed=len(prompt)), done.append)
+        for i, (prompt, _) in asked.items():
+            core.add(prompt, SamplingParams(200, seed=i), lambda result, i=i: done.__setitem__(i, result))
             for _ in range(20):
                 core.step()
         held = pool.get_new_blocks(pool.get_num_free_blocks())
@@ -325,19 +338,20 @@ def test_one_that_was_preempted_decodes_when_all_it_knew_is_computed_again(
             core.step()
         pool.free_blocks(held)
         ((name, tokens),) = known.items()
-        cached = (tokens - 1) // 32 * 32
+        cached = (tokens - 1) // scheduler.block_size * scheduler.block_size
         monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", tokens - cached)  # one decodes: one is left over
         decoded.clear()
         while core.busy:
             core.step()
-    assert min(computed for who, computed in decoded if who == name) == tokens
-    assert [len(completion.token_ids) for completion in done] == [200, 200]
+    assert min(computed for who, computed in decoded if who == name) >= tokens
+    assert [len(completion.token_ids) for completion in done.values()] == [200, 200]
+    agree(policy, asked, done)
 
 
 def test_a_cancelled_request_leaves_the_engine(engine: Any) -> None:
     async def cancelled() -> None:
         work = asyncio.create_task(engine.generate(PROMPTS[0], SamplingParams(900)))
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(wait_until, lambda: engine.core.steps.running)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await work

@@ -1,11 +1,11 @@
-"""Steps in which everybody decodes, as three CUDA graphs: what vLLM's runner launches around the model, kernel by kernel, is
-captured once for each size that vLLM has a graph of the model for.
+"""Steps in which everybody decodes, each one CUDA graph and one copy to the host.
 
-    rows: who stands where ──> inputs [graph] ──> model [vLLM's graph] ──> head, draw, state [graph] ──> one copy to the host
-    (when somebody left)       positions, slots, the schedule of attention
+    rows: who stands where ──> [ inputs ──> model, with our attention ──> head, draw, state ] ──> tokens and log-probs
+    (when somebody left)         positions, slots
 
-Why: beside a few sequences the GPU works 1.0 of 1.5 ms a step (SmolLM2 on one H200); the rest is the host's Python. While
-training and generation overlap, the trainer's thread waits for it as well.
+Why: vLLM's runner launches kernel by kernel what a step has before and after a graph of the model. Beside a few sequences
+the GPU then works 1.0 of 1.5 ms (SmolLM2 on one H200); the rest is the host's Python, for which the trainer's thread
+waits as well while training and generation overlap.
 
 Invariants:
 - A step leaves vLLM's runner as its own way would have, so that the next may take either. Only the host's copies of how much
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -42,10 +42,11 @@ class DecodeGraphs:
     def __init__(self, runner: Any) -> None:
         from vllm.v1.outputs import AsyncModelRunnerOutput
 
+        from palingenesis.rl.engines.vllm.attention import DecodeAttention  # needs triton, which a GPU's vLLM brings
+
         AsyncModelRunnerOutput.register(Decoded)
         self.runner = runner
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
-        self._manager = runner.cudagraph_manager
         self._names: list[str] = []  # who stands in which row; nobody after a step of vLLM's own
         self._launched: list[str] = []
         seqs, device = runner.max_num_reqs, runner.device
@@ -59,6 +60,7 @@ class DecodeGraphs:
         # tokens, and log-probs as the bits of a float64
         self._drawn = torch.zeros(seqs, 2, dtype=torch.int64, device=device)
         self._layout = {name: getattr(runner.block_tables, name) for name in _LAYOUT}
+        self._attention = DecodeAttention(seqs, device)
         self._graphs = self._capture(seqs)
 
     def take_over(self) -> None:
@@ -85,15 +87,13 @@ class DecodeGraphs:
             return self._execute(scheduled, *args, **kwargs)
         runner, count = self.runner, len(names)
         runner.finish_requests(scheduled)
-        size, before, after = self._graphs[count]
+        size, graph = self._graphs[count]
         moved = names != self._names
         if moved:
             self._place(names)
         if self._grow(names, scheduled.scheduled_cached_reqs.new_block_ids) or moved:
-            runner.block_tables.gather_block_tables(self._placed[0, :count], num_reqs_padded=size.num_reqs)
-        before.replay()
-        self._manager.run_fullgraph(size)
-        after.replay()
+            runner.block_tables.gather_block_tables(self._placed[0, :count], num_reqs_padded=size)
+        graph.replay()
         self._launched = names
         return None
 
@@ -132,22 +132,20 @@ class DecodeGraphs:
     # --- the graphs ---
 
     @torch.inference_mode()
-    def _capture(self, seqs: int) -> dict[int, tuple[Any, Any, Any]]:
-        """`{number of sequences: (vLLM's graph of the model, the graph before it, the graph after it)}`."""
+    def _capture(self, seqs: int) -> dict[int, tuple[int, torch.cuda.CUDAGraph]]:
+        """`{number of sequences: (rows of the graph that holds so many, the graph)}`."""
         from vllm.v1.worker.gpu.input_batch import InputBatch
 
-        graphs: dict[int, tuple[Any, Any, Any]] = {}
-        pool = torch.cuda.graph_pool_handle()
+        graphs: dict[int, tuple[int, torch.cuda.CUDAGraph]] = {}
+        pool, manager = torch.cuda.graph_pool_handle(), self.runner.cudagraph_manager
         for count in range(seqs, 0, -1):  # the largest first: the others fit into its memory
-            size = self._manager.dispatch(count, count, 1, num_active_loras=0)
-            same = graphs.get(count + 1)
-            if same and same[0] == size:
-                graphs[count] = same
-                continue
-            batch = InputBatch.make_dummy(size.num_reqs, size.num_tokens, self.runner.input_buffers)
-            before = self._captured(pool, partial(self._prepare, batch))
-            after = self._captured(pool, partial(self._draw, size.num_reqs))
-            graphs[count] = (size, before, after)
+            size = manager.dispatch(count, count, 1, num_active_loras=0).num_reqs
+            if count + 1 in graphs and graphs[count + 1][0] == size:
+                graphs[count] = graphs[count + 1]
+            else:
+                batch = InputBatch.make_dummy(size, size, self.runner.input_buffers)
+                with self._attention.in_place():
+                    graphs[count] = size, self._captured(pool, partial(self._step, batch))
         return graphs
 
     def _captured(self, pool: Any, launch: Any) -> torch.cuda.CUDAGraph:
@@ -167,40 +165,56 @@ class DecodeGraphs:
         graph.capture_end()
         return graph
 
-    def _prepare(self, batch: Any) -> None:
-        """Inputs of the model, and its attention's metadata, in the places that vLLM's graph reads."""
-        from vllm.config import CUDAGraphMode
+    def _step(self, batch: Any) -> None:
+        slots = self._slots(batch.num_reqs)
+        self._draw(batch.num_reqs, self._model(batch, slots))
+
+    def _slots(self, size: int) -> Tensor:
+        """Put the model's inputs where it reads them; returns where its keys and values go."""
         from vllm.v1.worker.gpu.input_batch import prepare_pos_seq_lens
 
-        runner, buffers, size = self.runner, self.runner.input_buffers, batch.num_reqs
+        runner, buffers = self.runner, self.runner.input_buffers
         states, tables = runner.req_states, runner.block_tables
         rows, live, starts = self._placed[0, :size], self._placed[1, :size], buffers.query_start_loc[: size + 1]
         buffers.query_start_loc.copy_(self._placed[2, : len(buffers.query_start_loc)])
         buffers.input_ids[:size].copy_(torch.index_select(states.last_sampled_tokens.view(-1), 0, rows))
         prepare_pos_seq_lens(rows, starts, states.num_computed_tokens.gpu, buffers.positions, buffers.seq_lens)
         buffers.seq_lens[:size].mul_(live)
-        slots = tables.compute_slot_mappings(rows, starts, buffers.positions[:size], num_tokens_padded=size)
-        gathered = tuple(table[:size] for table in tables.input_block_tables)
-        runner.model_state.prepare_attn(
+        return cast(
+            Tensor, tables.compute_slot_mappings(rows, starts, buffers.positions[:size], num_tokens_padded=size)
+        )
+
+    def _model(self, batch: Any, slots: Tensor) -> Tensor:
+        """Hidden states of the new tokens."""
+        from vllm.config import CUDAGraphMode
+        from vllm.forward_context import set_forward_context
+        from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+
+        runner, buffers, size = self.runner, self.runner.input_buffers, batch.num_reqs
+        metadata = runner.model_state.prepare_attn(
             batch,
             CUDAGraphMode.FULL,
-            gathered,
+            tuple(table[:size] for table in runner.block_tables.input_block_tables),
             slots,
             runner.attn_groups,
             runner.kv_cache_config,
             for_capture=True,
         )
+        with set_forward_context(
+            metadata,
+            runner.vllm_config,
+            num_tokens=size,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=build_slot_mappings_by_layer(slots, runner.kv_cache_config),
+        ):
+            return cast(Tensor, runner.model(input_ids=buffers.input_ids[:size], positions=buffers.positions[:size]))
 
-    def _draw(self, size: int) -> None:
+    def _draw(self, size: int, hidden: Tensor) -> None:
         """Logits, tokens and log-probs, and the runner's state of the live rows one token further."""
-        runner = self.runner
-        rows, live, starts = (
-            self._placed[0, :size],
-            self._placed[1, :size],
-            runner.input_buffers.query_start_loc[: size + 1],
-        )
-        logits = runner.model.compute_logits(self._manager.hidden_states[:size])
-        positions = runner.input_buffers.positions[:size]
+        runner, buffers = self.runner, self.runner.input_buffers
+        rows, live, starts = self._placed[0, :size], self._placed[1, :size], buffers.query_start_loc[: size + 1]
+        logits = runner.model.compute_logits(hidden)
+        positions = buffers.positions[:size]
         tokens, logprobs = sample(logits, self._temperature[:size], self._seeds[:size], positions)
         runner.postprocess_sampled(rows, tokens.view(-1, 1), live, self._none[:size], starts)
         self._drawn[:size, 0].copy_(tokens)
@@ -234,6 +248,7 @@ def can_decode(runner: Any) -> bool:
     if not can_capture(runner):
         return False
     from vllm import envs
+    from vllm.model_executor.offloader import base
 
     largest = runner.cudagraph_manager.dispatch(runner.max_num_reqs, runner.max_num_reqs, 1, num_active_loras=0)
     return (
@@ -246,6 +261,8 @@ def can_decode(runner: Any) -> bool:
         and not runner.use_aux_hidden_state_outputs
         and not runner.parallel_config.enable_eplb
         and not envs.VLLM_MOE_SKIP_PADDING
+        and not envs.VLLM_BATCH_INVARIANT
+        and isinstance(base.get_offloader(), base.NoopOffloader)
         and runner.model_state.rope_state is None
         and runner.model_config.rswa_window is None
     )

@@ -1,0 +1,102 @@
+"""Attention of one new token a sequence, against its definition in float64 (on a GPU, or interpreted)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+KERNEL = """
+import torch
+from palingenesis.rl.kernels import attend_triton
+from palingenesis.rl.kernels.attend_triton import Workspace, attend
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+torch.manual_seed(0)
+
+
+def check(heads, key_heads, dim, block, lengths):
+    rows, most = len(lengths), max(lengths) // block + 2
+    blocks = rows * most + 1
+    pages = torch.randn(blocks, 2, block, key_heads, dim).to(device, dtype)
+    table = (torch.randperm(blocks - 1) + 1).view(rows, most).to(device, torch.int32)
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+    last = (lengths.long() - 1).clamp(min=0)
+    slots = table.long().gather(1, (last // block)[:, None])[:, 0] * block + last % block
+    made = torch.randn(rows, heads + 2 * key_heads, dim).to(device, dtype)
+    query, key, value = made.split([heads, key_heads, key_heads], 1)
+    work = Workspace.of(rows, heads, key_heads, dim, device)
+    before = pages.clone()
+    for turn in range(2):  # the second finds what the first has left of its counters
+        out = torch.full_like(query, torch.nan)
+        attend(query, key, value, pages[:, 0], pages[:, 1], slots, table, lengths, dim**-0.5, out, work)
+        assert not work.counters.any()
+        for row, length in enumerate(lengths.tolist()):
+            known = pages[table[row].long()].transpose(0, 1).flatten(1, 2)[:, :length].double()
+            keys, values = known.repeat_interleave(heads // key_heads, 2)
+            weights = torch.einsum("hd,nhd->hn", query[row].double(), keys * dim**-0.5).softmax(-1)
+            expected = torch.einsum("hn,nhd->hd", weights, values)
+            assert (out[row] - expected).abs().max() < (0.02 if dtype == torch.bfloat16 else 1e-5), (row, length)
+    for row, length in enumerate(lengths.tolist()):
+        if length:
+            before.view(blocks, 2, block, -1)[slots[row] // block, :, slots[row] % block] = torch.stack(
+                (key[row].reshape(-1), value[row].reshape(-1))
+            )
+    assert torch.equal(before, pages)  # the new tokens' places, and no other
+
+
+LENGTHS = [1, 2, 64, 65, 66, 0, 129, 200]
+check(4, 2, 32, 16, LENGTHS)  # in 32 parts, most of them empty
+check(3, 1, 64, 32, LENGTHS)
+attend_triton.PROGRAMS = 40
+check(9, 3, 64, 16, LENGTHS)  # in two
+attend_triton.PROGRAMS = 1
+check(4, 2, 32, 16, LENGTHS)  # in one
+if device.type == "cuda":
+    attend_triton.PROGRAMS = 1056
+    for rows in (1, 3, 16, 100, 256):
+        check(16, 8, 128, 16, torch.randint(1, 900, (rows,)).tolist())
+        check(40, 2, 256, 64, torch.randint(1, 400, (rows,)).tolist())
+print("ok")
+"""
+
+
+def test_the_kernel_is_the_definition() -> None:
+    pytest.importorskip("triton")
+    env = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
+    done = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, env=env, check=False)
+    assert done.stdout.strip().endswith("ok"), done.stderr[-2000:]
+
+
+PLAIN = {"max_seqlen_q": 1, "window_size": [-1, -1], "softcap": 0, "alibi_slopes": None, "s_aux": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "covered"),
+    [
+        ({}, True),
+        ({"window_size": None}, True),
+        ({"window_size": [1023, 0]}, False),
+        ({"softcap": 30.0}, False),
+        ({"s_aux": torch.zeros(4)}, False),
+        ({"alibi_slopes": torch.zeros(4)}, False),
+        ({"max_seqlen_q": 2}, False),
+        ({"q": torch.zeros(3, 4, 32, dtype=torch.bfloat16)}, False),
+        ({"k": torch.zeros(8, 16, 2, 32)}, False),
+    ],
+)
+def test_a_layer_it_does_not_compute_is_vllms(change: dict[str, Any], covered: bool) -> None:
+    pytest.importorskip("triton")
+    from palingenesis.rl.engines.vllm.attention import _covered
+
+    cache, key, query = torch.zeros(8, 16, 2, 32), torch.zeros(3, 2, 32), torch.zeros(3, 4, 32)
+    assert _covered(key, key.clone(), cache, {"q": query, "k": cache} | PLAIN | change) is covered
+    for dim in (24, 8):
+        cut = key[..., :dim]
+        assert not _covered(cut, cut, cache, {"q": query, "k": cache} | PLAIN)
+    assert not _covered(key, key[..., :16], cache, {"q": query, "k": cache} | PLAIN)
