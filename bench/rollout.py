@@ -404,7 +404,8 @@ def joins(engine: VLLMEngine, made: Shape, sizes: Sizes) -> dict[str, Any]:
 
 
 def profile(engine: VLLMEngine, made: Shape, sizes: Sizes, device: str) -> tuple[dict[str, Any], str]:
-    """Where a steady step's time goes: Python by function, the GPU by kernel. Our core, driven by this thread."""
+    """Where a steady step's time goes: Python by function, the GPU by kernel, there also of the fewer sequences and longer
+    contexts of a tail. Our core, driven by this thread."""
     vocabulary, batch = made.config["vocab_size"], sizes.prompts * sizes.group
     tokens = [min(sizes.clip, 3 * sizes.warm)] * batch
 
@@ -424,12 +425,23 @@ def profile(engine: VLLMEngine, made: Shape, sizes: Sizes, device: str) -> tuple
     print(f"{made.name}, {batch} sequences, our core driven by one thread\n", file=text)
     print(f"steady step: {alone:.3f} ms; under cProfile {profiled:.3f} ms\n", file=text)
     pstats.Stats(python, stream=text).sort_stats("tottime").print_stats(40)
-    busy, kernels = gpu_share(engine, load(), sizes, device)
-    print(f"GPU busy {busy:.1%} of the wall time of the profiled steps\n", file=text)
-    total = sum(kernels.values()) or 1.0
-    for name, seconds in kernels.most_common(30):
-        print(f"{seconds / total:7.2%} {1e6 * seconds:10.1f} us a step  {name[:140]}", file=text)
-    return {"driven_steady_ms": round(alone, 3), "gpu_busy_share": round(busy, 3)}, text.getvalue()
+    shares = {}
+    for part in (1, 4, 16):
+        few, context = (
+            replace(sizes, prompts=max(1, sizes.prompts // part)),
+            min(part * sizes.prompt, sizes.long_prompt),
+        )
+        count = few.prompts * few.group
+        fewer = Load.groups(few, vocabulary, tokens[:count], context)
+        shares[count], kernels = gpu_share(engine, fewer, sizes, device)
+        print(f"\n{count} sequences, prompts of {context}: GPU busy {shares[count]:.1%} of the wall time\n", file=text)
+        total = sum(kernels.values()) or 1.0
+        for name, seconds in kernels.most_common(20):
+            print(f"{seconds / total:7.2%} {1e6 * seconds:10.1f} us a step  {name[:140]}", file=text)
+    return {
+        "driven_steady_ms": round(alone, 3),
+        "gpu_busy_share": {str(count): round(share, 3) for count, share in shares.items()},
+    }, text.getvalue()
 
 
 def gpu_share(engine: VLLMEngine, load: Load, sizes: Sizes, device: str) -> tuple[float, Counter[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def check(heads, key_heads, dim, block, lengths):
 
 
 LENGTHS = [1, 2, 64, 65, 66, 0, 129, 200]
-check(4, 2, 32, 16, LENGTHS)  # in 32 parts, most of them empty
+check(4, 2, 32, 16, LENGTHS)  # in 16 parts, most of them empty
 check(3, 1, 64, 32, LENGTHS)
 attend_triton.PROGRAMS = 40
 check(9, 3, 64, 16, LENGTHS)  # in two
@@ -73,30 +74,39 @@ def test_the_kernel_is_the_definition() -> None:
     assert done.stdout.strip().endswith("ok"), done.stderr[-2000:]
 
 
-PLAIN = {"max_seqlen_q": 1, "window_size": [-1, -1], "softcap": 0, "alibi_slopes": None, "s_aux": None}
+def layer(**own: Any) -> SimpleNamespace:
+    plain = {"kv_sharing_target_layer_name": None, "attn_type": "decoder", "alibi_slopes": None, "sinks": None}
+    return SimpleNamespace(**plain | {"logits_soft_cap": 0, "sliding_window": (-1, -1)} | own)
 
 
-@pytest.mark.parametrize(
-    ("change", "covered"),
-    [
-        ({}, True),
-        ({"window_size": None}, True),
-        ({"window_size": [1023, 0]}, False),
-        ({"softcap": 30.0}, False),
-        ({"s_aux": torch.zeros(4)}, False),
-        ({"alibi_slopes": torch.zeros(4)}, False),
-        ({"max_seqlen_q": 2}, False),
-        ({"q": torch.zeros(3, 4, 32, dtype=torch.bfloat16)}, False),
-        ({"k": torch.zeros(8, 16, 2, 32)}, False),
-    ],
-)
-def test_a_layer_it_does_not_compute_is_vllms(change: dict[str, Any], covered: bool) -> None:
+def step(**metadata: Any) -> SimpleNamespace:
+    plain = {"sliding_window": (-1, -1), "max_query_len": 1, "seq_lens": torch.ones(3)}
+    return SimpleNamespace(**plain | metadata)
+
+
+def tensors(dim: int = 32) -> list[torch.Tensor]:
+    return [torch.zeros(3, 4, dim), torch.zeros(3, 2, dim), torch.zeros(3, 2, dim), torch.zeros(8, 2, 16, 2, dim)]
+
+
+def test_a_layer_it_does_not_compute_is_vllms() -> None:
     pytest.importorskip("triton")
-    from palingenesis.rl.engines.vllm.attention import _covered
+    from palingenesis.rl.engines.vllm.attention import covered
 
-    cache, key, query = torch.zeros(8, 16, 2, 32), torch.zeros(3, 2, 32), torch.zeros(3, 4, 32)
-    assert _covered(key, key.clone(), cache, {"q": query, "k": cache} | PLAIN | change) is covered
-    for dim in (24, 8):
-        cut = key[..., :dim]
-        assert not _covered(cut, cut, cache, {"q": query, "k": cache} | PLAIN)
-    assert not _covered(key, key[..., :16], cache, {"q": query, "k": cache} | PLAIN)
+    assert covered(layer(), *tensors(), step())
+    assert covered(layer(), *tensors(), step(sliding_window=None))
+    for own in (
+        {"sliding_window": (1023, 0)},
+        {"logits_soft_cap": 30.0},
+        {"sinks": torch.zeros(4)},
+        {"alibi_slopes": torch.zeros(4)},
+        {"attn_type": "encoder_only"},
+        {"kv_sharing_target_layer_name": "model.layers.3"},
+    ):
+        assert not covered(layer(**own), *tensors(), step()), own
+    for metadata in ({"sliding_window": [511, 0]}, {"max_query_len": 2}, {"seq_lens": torch.ones(2)}):
+        assert not covered(layer(), *tensors(), step(**metadata)), metadata
+    for dim in (8, 80, 512):
+        assert not covered(layer(), *tensors(dim), step()), dim
+    query, key, value, cache = tensors()
+    assert not covered(layer(), query, key, value[..., :16], cache, step())
+    assert not covered(layer(), query, key, value, cache.to(torch.float8_e4m3fn), step())

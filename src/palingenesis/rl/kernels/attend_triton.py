@@ -26,7 +26,7 @@ from torch import Tensor
 
 KEYS = 64  # a tile
 PROGRAMS = 1056  # eight for each of an H200's multiprocessors
-MOST_PARTS = 32
+MOST_PARTS = 16
 LOG2E = 1.4426950408889634
 
 

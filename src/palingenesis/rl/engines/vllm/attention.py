@@ -1,9 +1,11 @@
 """Our attention in the decoding steps that we capture, in the place of vLLM's FlashAttention and of its write to the cache.
 
-    layer ──> write (key, value) ──> kept ──> attend ──┬─> kernels/attend_triton.py, which writes them too
-                                                       └─> a layer it does not cover: vLLM's write, vLLM's attention
+    layer ──> update (key, value) ──> nothing
+          └─> forward ──┬─> kernels/attend_triton.py, which writes them to the cache too
+                        └─> a layer it does not cover: vLLM's update, vLLM's forward
 
-Not covered: windows, soft caps, sinks, positions by slope, a quantized cache, heads that are no power of two.
+Not covered: windows, soft caps, sinks, positions by slope, a quantized cache, a layer that reads another's cache, heads
+whose size is no power of two.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from palingenesis.rl.engines.vllm.graphs import changed
 from palingenesis.rl.kernels.attend_triton import Workspace, attend
 
 
 class DecodeAttention:
-    """Stands in for two functions of vLLM's FlashAttention backend while a step is captured.
+    """Stands in for two methods of vLLM's FlashAttention while a step is captured.
 
     Args:
         sequences: the most that decode at once.
@@ -27,57 +30,79 @@ class DecodeAttention:
     """
 
     def __init__(self, sequences: int, device: torch.device) -> None:
-        from vllm.v1.attention.backends import flash_attn
-
-        self._module = flash_attn
         self._sequences, self._device = sequences, device
-        self._vllms_write, self._vllms_attend = flash_attn.reshape_and_cache_flash, flash_attn.flash_attn_varlen_func
-        self._kept: tuple[Any, ...] | None = None  # the arguments of a write that its layer's attention may do
         self._work: dict[tuple[int, int, int], Workspace] = {}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        with changed(self._module, reshape_and_cache_flash=self._write, flash_attn_varlen_func=self._attend):
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+        vllms_forward, vllms_update = FlashAttentionImpl.forward, FlashAttentionImpl.do_kv_cache_update
+
+        def update(layer: Any, *args: Any) -> None:
+            """Left to `forward`."""
+
+        def forward(
+            own: Any,
+            layer: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            metadata: Any,
+            output: Tensor,
+            **rest: Any,
+        ) -> Tensor:
+            if covered(own, query, key, value, kv_cache, metadata):
+                self._attend(own, query, key, value, kv_cache, metadata, output)
+                return output
+            if own.kv_sharing_target_layer_name is None and key is not None:
+                vllms_update(own, layer, key, value, kv_cache, metadata.slot_mapping)
+            vllms_forward(own, layer, query, key, value, kv_cache, metadata, output, **rest)
+            return output
+
+        with changed(FlashAttentionImpl, forward=forward, do_kv_cache_update=update):
             yield
 
-    def _write(self, *write: Any) -> None:
-        self._kept = write
-
-    def _attend(self, **call: Any) -> Any:
-        write, self._kept = self._kept, None
-        if write is None:  # a layer that reads another's cache
-            return self._vllms_attend(**call)
-        key, value, key_cache, value_cache, slots, *_ = write
-        if not _covered(key, value, key_cache, call):
-            self._vllms_write(*write)
-            return self._vllms_attend(**call)
-        query, table, lengths = call["q"], call["block_table"], call["seqused_k"]
-        work = self._workspace(query, key)
-        attend(
-            query, key, value, key_cache, value_cache, slots, table, lengths, call["softmax_scale"], call["out"], work
-        )
-        return call["out"]
-
-    def _workspace(self, query: torch.Tensor, key: torch.Tensor) -> Workspace:
+    def _attend(
+        self, own: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: Any, output: Tensor
+    ) -> None:
         shape = (query.shape[1], key.shape[1], query.shape[2])
         if shape not in self._work:
             self._work[shape] = Workspace.of(self._sequences, *shape, self._device)
-        return self._work[shape]
+        keys, values = kv_cache.unbind(1)
+        attend(
+            query,
+            key,
+            value,
+            keys,
+            values,
+            metadata.slot_mapping,
+            metadata.block_table,
+            metadata.seq_lens,
+            own.scale,
+            output,
+            self._work[shape],
+        )
 
 
-def _covered(key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, call: dict[str, Any]) -> bool:
-    """The layer's attention is what the kernel computes."""
-    query, dim = call["q"], key.shape[-1]
-    plain = ("alibi_slopes", "s_aux", "mask_mod", "dynamic_causal")
+def covered(own: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: Any) -> bool:
+    """The kernel computes this layer's attention.
+
+    Args:
+        own: vLLM's `FlashAttentionImpl` of the layer.
+        metadata: its `FlashAttentionMetadata`.
+    """
     return (
-        call["max_seqlen_q"] == 1
-        and len(key) == len(query)
+        own.kv_sharing_target_layer_name is None
+        and own.attn_type == "decoder"
+        and own.alibi_slopes is None
+        and own.sinks is None
+        and not own.logits_soft_cap
+        and all(tuple(window or (-1, -1)) == (-1, -1) for window in (own.sliding_window, metadata.sliding_window))
+        and metadata.max_query_len == 1
+        and query.dtype == key.dtype == kv_cache.dtype
+        and len(query) == len(key) == len(metadata.seq_lens)
         and key.shape == value.shape
-        and call["k"].data_ptr() == key_cache.data_ptr()
-        and query.dtype == key.dtype == key_cache.dtype
-        and dim >= 16
-        and dim & (dim - 1) == 0
-        and call["window_size"] in (None, [-1, -1])
-        and not call["softcap"]
-        and all(call.get(name) is None for name in plain)
+        and key.shape[-1] in (16, 32, 64, 128, 256)
     )

@@ -257,6 +257,7 @@ def can_decode(runner: Any) -> bool:
         and not runner.is_encoder_decoder
         and not runner.num_speculative_steps
         and not runner.use_dcp
+        and runner.dp_size == 1
         and not runner.lora_config
         and not runner.use_aux_hidden_state_outputs
         and not runner.parallel_config.enable_eplb
