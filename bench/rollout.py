@@ -432,6 +432,8 @@ def profile(engine: VLLMEngine, made: Shape, sizes: Sizes, device: str) -> tuple
             min(part * sizes.prompt, sizes.long_prompt),
         )
         count = few.prompts * few.group
+        if count in shares:
+            continue
         fewer = Load.groups(few, vocabulary, tokens[:count], context)
         shares[count], kernels = gpu_share(engine, fewer, sizes, device)
         print(f"\n{count} sequences, prompts of {context}: GPU busy {shares[count]:.1%} of the wall time\n", file=text)

@@ -21,7 +21,7 @@ dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 torch.manual_seed(0)
 
 
-def check(heads, key_heads, dim, block, lengths):
+def check(heads, key_heads, dim, block, lengths, places=0):
     rows, most = len(lengths), max(lengths) // block + 2
     blocks = rows * most + 1
     pages = torch.randn(blocks, 2, block, key_heads, dim).to(device, dtype)
@@ -31,7 +31,7 @@ def check(heads, key_heads, dim, block, lengths):
     slots = table.long().gather(1, (last // block)[:, None])[:, 0] * block + last % block
     made = torch.randn(rows, heads + 2 * key_heads, dim).to(device, dtype)
     query, key, value = made.split([heads, key_heads, key_heads], 1)
-    work = Workspace.of(rows, heads, key_heads, dim, device)
+    work = Workspace.of(places or rows, heads, key_heads, dim, device)
     before = pages.clone()
     for turn in range(2):  # the second finds what the first has left of its counters
         out = torch.full_like(query, torch.nan)
@@ -53,7 +53,7 @@ def check(heads, key_heads, dim, block, lengths):
 
 LENGTHS = [1, 2, 64, 65, 66, 0, 129, 200]
 check(4, 2, 32, 16, LENGTHS)  # in 16 parts, most of them empty
-check(3, 1, 64, 32, LENGTHS)
+check(3, 1, 64, 32, LENGTHS, places=64)  # of which most are empty
 attend_triton.PROGRAMS = 40
 check(9, 3, 64, 16, LENGTHS)  # in two
 attend_triton.PROGRAMS = 1
@@ -70,7 +70,9 @@ print("ok")
 def test_the_kernel_is_the_definition() -> None:
     pytest.importorskip("triton")
     env = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
-    done = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL], capture_output=True, text=True, env=env, timeout=600, check=False
+    )
     assert done.stdout.strip().endswith("ok"), done.stderr[-2000:]
 
 
@@ -110,3 +112,39 @@ def test_a_layer_it_does_not_compute_is_vllms() -> None:
     query, key, value, cache = tensors()
     assert not covered(layer(), query, key, value[..., :16], cache, step())
     assert not covered(layer(), query, key, value, cache.to(torch.float8_e4m3fn), step())
+
+
+@pytest.mark.parametrize("places", [1, 7, 100, 131, 256, 300])
+def test_fewer_sequences_in_more_parts_fit_into_the_workspace(places: int) -> None:
+    pytest.importorskip("triton")
+    from palingenesis.rl.kernels.attend_triton import Workspace, parts
+
+    for heads, key_heads, dim in ((16, 8, 128), (9, 3, 64), (8, 1, 256)):
+        work = Workspace.of(places, heads, key_heads, dim, torch.device("cpu"))
+        for rows in range(1, places + 1):
+            assert rows * parts(rows * key_heads) * heads * (dim + 2) <= work.partial.numel()
+
+
+def test_a_layer_that_is_vllms_writes_first_and_everything_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    from palingenesis.rl.engines.vllm.attention import DecodeAttention
+
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(FlashAttentionImpl, "do_kv_cache_update", lambda *args: seen.append(("update", *args)))
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda *args: seen.append(("forward", *args)))
+    before = FlashAttentionImpl.forward, FlashAttentionImpl.do_kv_cache_update
+    query, key, value, cache = tensors()
+    out, slots = torch.zeros_like(query), torch.arange(3)
+    for own in (layer(sliding_window=(7, 0)), layer(kv_sharing_target_layer_name="model.layers.3")):
+        metadata = step(slot_mapping=slots)
+        with DecodeAttention(3, torch.device("cpu")).in_place():
+            FlashAttentionImpl.do_kv_cache_update(own, "layer", key, value, cache, slots)
+            assert FlashAttentionImpl.forward(own, "layer", query, key, value, cache, metadata, output=out) is out
+        written = [("update", own, "layer", key, value, cache, slots)] if own.sliding_window[0] == 7 else []
+        attended = ("forward", own, "layer", query, key, value, cache, metadata, out)
+        assert [tuple(map(id, call[1:])) for call in seen] == [tuple(map(id, c[1:])) for c in (*written, attended)]
+        assert [call[0] for call in seen] == ["update"] * len(written) + ["forward"]
+        seen.clear()
+    assert (FlashAttentionImpl.forward, FlashAttentionImpl.do_kv_cache_update) == before

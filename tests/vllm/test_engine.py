@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from palingenesis.rl.engines.vllm.decode import DecodeGraphs
 from palingenesis.rl.errors import EngineError
 from palingenesis.rl.policy.model import Policy
 from palingenesis.rl.policy.weights import PolicyWeights
@@ -216,6 +217,7 @@ def agree(policy: Policy, asked: dict[int, tuple[tuple[int, ...], float]], done:
     gaps = {i: gap(policy, [asked[i][0]], [completion], asked[i][1] or 1.0) for i, completion in done.items()}
     tokens = {i: len(completion.token_ids) for i, completion in done.items()}
     assert max(gaps.values()) < 10 * AGREE, gaps
+    assert max(gaps[i] for i in gaps if tokens[i] >= 20) < 3 * AGREE, gaps
     assert sum(gaps[i] * tokens[i] for i in gaps) < AGREE * sum(tokens.values()), gaps
 
 
@@ -264,10 +266,11 @@ def test_the_short_way_leaves_what_vllms_own_would(
             assert (core.steps.mixed > blocks // 20) is shortcut
         core.steps.shortcut = True
         pool.free_blocks(held)
-    (ours, free, asked), (own, free_own, _) = outcome
+    (ours, free, asked), (own, free_own, asked_own) = outcome
     assert free == free_own
     assert len(ours) > 80
     agree(policy, asked, ours)
+    agree(policy, asked_own, own)
     if DEVICE.type == "cpu":
         assert {i: (c.token_ids, c.logprobs) for i, c in ours.items()} == {
             i: (c.token_ids, c.logprobs) for i, c in own.items()
@@ -369,6 +372,13 @@ def test_a_prompt_that_does_not_fit_fails_alone(engine: Any) -> None:
     assert isinstance(refused, EngineError)
     assert "2000 tokens" in str(refused)
     assert fine.finish is Finish.LENGTH
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="graphs are a CUDA engine's")
+def test_everybody_decodes_in_our_graphs_with_our_attention(engine: Any) -> None:
+    (graphs,) = (one for one in engine.core._graphs if isinstance(one, DecodeGraphs))
+    assert graphs._attention._work
 
 
 @pytest.mark.gpu

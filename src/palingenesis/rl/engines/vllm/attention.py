@@ -5,7 +5,7 @@
                         └─> a layer it does not cover: vLLM's update, vLLM's forward
 
 Not covered: windows, soft caps, sinks, positions by slope, a quantized cache, a layer that reads another's cache, heads
-whose size is no power of two.
+of another size than 16, 32, 64, 128 or 256.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class DecodeAttention:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
+        """For what is launched, or captured, meanwhile."""
         from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
         vllms_forward, vllms_update = FlashAttentionImpl.forward, FlashAttentionImpl.do_kv_cache_update
 
-        def update(layer: Any, *args: Any) -> None:
+        def update(own: Any, *args: Any) -> None:
             """Left to `forward`."""
 
         def forward(

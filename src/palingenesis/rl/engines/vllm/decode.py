@@ -4,8 +4,8 @@
     (when somebody left)         positions, slots
 
 Why: vLLM's runner launches kernel by kernel what a step has before and after a graph of the model. Beside a few sequences
-the GPU then works 1.0 of 1.5 ms (SmolLM2 on one H200); the rest is the host's Python, for which the trainer's thread
-waits as well while training and generation overlap.
+a third of the step was the host's Python (SmolLM2 on one H200), for which the trainer's thread waits as well while training
+and generation overlap.
 
 Invariants:
 - A step leaves vLLM's runner as its own way would have, so that the next may take either. Only the host's copies of how much
