@@ -427,11 +427,8 @@ def profile(engine: VLLMEngine, made: Shape, sizes: Sizes, device: str) -> tuple
     pstats.Stats(python, stream=text).sort_stats("tottime").print_stats(40)
     shares = {}
     for part in (1, 4, 16):
-        few, context = (
-            replace(sizes, prompts=max(1, sizes.prompts // part)),
-            min(part * sizes.prompt, sizes.long_prompt),
-        )
-        count = few.prompts * few.group
+        few = replace(sizes, prompts=max(1, sizes.prompts // part))
+        context, count = min(part * sizes.prompt, sizes.long_prompt), few.prompts * few.group
         if count in shares:
             continue
         fewer = Load.groups(few, vocabulary, tokens[:count], context)

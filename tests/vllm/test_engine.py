@@ -306,7 +306,10 @@ def test_prompts_in_pieces_leave_those_that_decode_to_the_short_way(
     both = [(ours[i], own[i]) for i in ours.keys() & own.keys()]  # who is aborted depends on who is there
     assert len(both) > 80
     if DEVICE.type == "cpu":
-        assert sum(a.token_ids == b.token_ids for a, b in both) > 0.95 * len(both)
+        same = [(a, b) for a, b in both if a.token_ids == b.token_ids]
+        assert len(same) > 0.95 * len(both)
+        for a, b in same:
+            torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=AGREE, rtol=1e-4)
 
 
 def test_one_that_was_preempted_decodes_when_all_it_knew_is_computed_again(
@@ -346,7 +349,9 @@ def test_one_that_was_preempted_decodes_when_all_it_knew_is_computed_again(
         decoded.clear()
         while core.busy:
             core.step()
-    assert min(computed for who, computed in decoded if who == name) >= tokens
+    first = min(computed for who, computed in decoded if who == name)
+    assert first >= tokens
+    assert first == tokens or DEVICE.type == "cuda"  # with two steps in flight vLLM's own way takes one more
     assert [len(completion.token_ids) for completion in done.values()] == [200, 200]
     agree(policy, asked, done)
 
