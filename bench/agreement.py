@@ -92,7 +92,7 @@ def difference(policy: Policy, asked: Sequence[tuple[int, ...]], got: Sequence[C
     for at in range(0, len(sequences), ROWS):
         rows = pad(sequences[at : at + ROWS], policy.device)
         with torch.no_grad():
-            hidden = policy.hidden_states(rows.input_ids, rows.attention_mask).flatten(0, 1)
+            hidden = policy.hidden_states(rows.input_ids).flatten(0, 1)
             logp, _ = selected_logprobs(
                 hidden.index_select(0, rows.predicts), *policy.head_parameters, rows.targets, 1.0, **policy.logit_shape
             )
@@ -116,16 +116,21 @@ def disturb(policy: Policy, noise: float, seed: int) -> None:
 
 @contextmanager
 def vllm_head(engine: Any) -> Iterator[None]:
-    """vLLM's own head under our sampler."""
+    """vLLM's own head under our sampler. Captured steps hold the head they were captured with, so none are taken."""
     from palingenesis.rl.engines.vllm.sampler import _WideHead
 
     modules = engine.core._runner.model.modules()
     wide = [(m, m.quant_method) for m in modules if isinstance(getattr(m, "quant_method", None), _WideHead)]
+    graphs = engine.core._graphs
     for module, method in wide:
         module.quant_method = method.inner
+    for one in graphs:
+        one.let_go()
     try:
         yield
     finally:
+        for one in graphs:
+            one.take_over()
         for module, method in wide:
             module.quant_method = method
 

@@ -41,7 +41,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {"with": nullconte
 
 
 def step(policy: Policy, ids: torch.Tensor) -> None:
-    hidden = policy.hidden_states(ids, torch.ones_like(ids)).flatten(0, 1)
+    hidden = policy.hidden_states(ids).flatten(0, 1)
     logp, _ = selected_logprobs(hidden, *policy.head_parameters, ids.flatten(), 1.0, **policy.logit_shape)
     logp.mean().backward()
     policy.model.zero_grad(set_to_none=True)

@@ -317,7 +317,7 @@ def trainer_logprobs(
 ) -> torch.Tensor:
     ids = torch.tensor([[*prompt, *answer]])
     with torch.no_grad():
-        hidden = policy.hidden_states(ids, torch.ones_like(ids))[0, len(prompt) - 1 : -1]
+        hidden = policy.hidden_states(ids)[0, len(prompt) - 1 : -1]
         logits = policy.head(hidden).double() / temperature
     return torch.log_softmax(logits, -1)[torch.arange(len(answer)), list(answer)]
 

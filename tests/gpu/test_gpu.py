@@ -71,7 +71,7 @@ def test_sampled_logprobs_agree_with_the_trainer_in_bf16() -> None:
     for prompt, completion in zip(prompts, asyncio.run(wave()), strict=True):
         ids = torch.tensor([[*prompt, *completion.token_ids]], device=CUDA)  # type: ignore[attr-defined]
         with torch.no_grad():
-            hidden = policy.hidden_states(ids, torch.ones_like(ids))[0, len(prompt) - 1 : -1]
+            hidden = policy.hidden_states(ids)[0, len(prompt) - 1 : -1]
             logp, _ = selected_logprobs(hidden, *policy.head_parameters, ids[0, len(prompt) :], 1.0)
         differences.append((logp.cpu() - torch.tensor(completion.logprobs)).abs())  # type: ignore[attr-defined]
     engine.close()

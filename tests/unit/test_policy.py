@@ -20,7 +20,7 @@ from palingenesis.rl.kernels.precision import mixed_precision
 from palingenesis.rl.policy import checkpoint
 from palingenesis.rl.policy.masters import Masters
 from palingenesis.rl.policy.microbatch import microbatches
-from palingenesis.rl.policy.model import Policy, load_policy, policy_path
+from palingenesis.rl.policy.model import Policy, check_head, load_policy, policy_path
 from palingenesis.rl.policy.optim import build_optimizer, schedule
 from palingenesis.rl.policy.step import PolicyStep
 from palingenesis.rl.types import (
@@ -271,6 +271,14 @@ def test_a_head_that_does_something_unknown_is_refused(tmp_path: Path, monkeypat
         load_policy(small_gemma(tmp_path), device=CPU, dtype=torch.float32)
 
 
+def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
+    policy, _ = tiny()
+    for layer in policy.model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ModelError, match="lets a token see later ones"):
+        check_head(policy)
+
+
 def test_buffers_of_a_bf16_model_stay_float32() -> None:
     """Rotary frequencies rounded to bf16 are off by 0.4 %, and the angle's error grows with the position."""
     from transformers import AutoModelForCausalLM
@@ -292,8 +300,7 @@ def test_a_bf16_model_adds_up_in_float32() -> None:
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     exact = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).float()
     ids = torch.randint(3, 200, (8, 60), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    ours = policy.hidden_states(ids, mask)
+    ours = policy.hidden_states(ids)
     assert ours.dtype == torch.bfloat16
     true = exact.base_model(ids).last_hidden_state
     rounded = plain.base_model(ids).last_hidden_state
@@ -319,14 +326,15 @@ LINEAR_ATTENTION: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def in_bf16(folder: Path, kind: str) -> Policy:
+def small_random(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> Policy:
     """A small random model of another architecture."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    small = AutoConfig.for_model(kind, **SMALL, **LINEAR_ATTENTION if "qwen3_5" in kind else EXPERTS)
-    AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16).save_pretrained(folder)
-    return load_policy(str(folder), device=CPU, dtype=torch.bfloat16)[0]
+    extra = LINEAR_ATTENTION if "qwen3_5" in kind else {"sliding_window": 8} if "gemma" in kind else EXPERTS
+    small = AutoConfig.for_model(kind, **SMALL, **extra)
+    AutoModelForCausalLM.from_config(small, dtype=dtype).save_pretrained(folder)
+    return load_policy(str(folder), device=CPU, dtype=dtype)[0]
 
 
 @pytest.mark.parametrize(
@@ -335,11 +343,22 @@ def in_bf16(folder: Path, kind: str) -> Policy:
     [("qwen3_5_text", 0.002), ("gpt2", 0.01), ("gpt_neox", 0.01), ("qwen3_moe", 0.02)],
 )
 def test_other_architectures_agree_in_bf16(tmp_path: Path, kind: str, most: float) -> None:
-    policy = in_bf16(tmp_path, kind)
+    policy = small_random(tmp_path, kind)
     assert mean_difference(policy) < most
-    hidden = policy.hidden_states(torch.arange(3, 40)[None], torch.ones(1, 37, dtype=torch.long))
+    hidden = policy.hidden_states(torch.arange(3, 40)[None])
     hidden.float().square().mean().backward()
     assert all(bool(p.grad.isfinite().all()) for p in policy.model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5_text", "gemma3_text", "gpt2", "gpt_neox", "qwen3_moe"])
+def test_padding_behind_a_row_changes_nothing(tmp_path: Path, kind: str) -> None:
+    policy = small_random(tmp_path, kind, torch.float32)
+    row = torch.arange(3, 40)
+    alone = policy.hidden_states(row[None])[0]
+    beside = policy.hidden_states(torch.stack([torch.cat([row, torch.zeros(9, dtype=torch.long)]), torch.arange(46)]))[
+        0
+    ]
+    assert torch.allclose(beside[: len(row)], alone, atol=1e-5)
 
 
 def test_the_embedded_engine_computes_as_the_trainer_does_in_bf16() -> None:

@@ -40,7 +40,7 @@ def gap(policy: Policy, prompts: list[tuple[int, ...]], done: list[Completion], 
     for prompt, completion in zip(prompts, done, strict=True):
         ids = torch.tensor([[*prompt, *completion.token_ids]], device=DEVICE)
         with torch.no_grad():
-            hidden = policy.hidden_states(ids, torch.ones_like(ids))[0, len(prompt) - 1 : -1]
+            hidden = policy.hidden_states(ids)[0, len(prompt) - 1 : -1]
             z = (hidden.double() @ policy.head.weight.double().T) / temperature
         count = torch.arange(len(completion.token_ids), device=DEVICE)
         expected = torch.log_softmax(z, -1)[count, list(completion.token_ids)].cpu()

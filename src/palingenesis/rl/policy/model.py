@@ -85,10 +85,14 @@ class Policy:
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         return {"softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0), "scale": float(scale)}
 
-    def hidden_states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Last hidden states, [rows, tokens, hidden] in the compute dtype, of right-padded rows."""
+    def hidden_states(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Last hidden states, [rows, tokens, hidden] in the compute dtype, of right-padded rows.
+
+        No token sees a later one (`check_head`), so padding needs no mask, which would keep attention from its fastest
+        kernels.
+        """
         with mixed_precision(self.model):
-            out = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+            out = self.model.base_model(input_ids=input_ids, use_cache=False)
         hidden = out.last_hidden_state
         assert isinstance(hidden, torch.Tensor)
         return hidden.to(self.model.dtype)
@@ -153,7 +157,7 @@ def silence_dropout(model: torch.nn.Module) -> None:
 
 
 def check_head(policy: Policy) -> None:
-    """The model's own logits must be what the sliced kernel makes of its last hidden states.
+    """The model's own logits must be what the sliced kernel makes of its last hidden states, whatever follows a token.
 
     Raises:
         ModelError: they are not; the policy's log-probs would be wrong.
@@ -166,19 +170,20 @@ def check_head(policy: Policy) -> None:
     if policy.model.base_model is policy.model:
         raise ModelError(f"model.policy: {type(policy.model).__name__} does not separate its backbone from its head.")
     size = int(head.weight.shape[0])
-    ids = (torch.arange(1, 9, device=policy.device) % size).unsqueeze(0)
-    mask = torch.ones_like(ids)
+    longer = (torch.arange(1, 13, device=policy.device) % size).unsqueeze(0)
+    ids = longer[:, :8]
     policy.model.eval()
     with torch.no_grad():
         with mixed_precision(policy.model):
-            logits = policy.model(input_ids=ids, attention_mask=mask).logits[0]
+            logits = policy.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
         own = torch.log_softmax(logits.double(), -1)
         own = own[torch.arange(ids.shape[1]), ids[0]]
-        hidden = policy.hidden_states(ids, mask)[0]
+        hidden = policy.hidden_states(longer)[0, : ids.shape[1]]
         ours, _ = selected_logprobs(hidden, *policy.head_parameters, ids[0], 1.0, **policy.logit_shape)
     tolerance = 1e-3 if hidden.dtype == torch.float32 else 0.25  # the model rounds its own logits
     if not torch.allclose(own, ours.double(), rtol=0.0, atol=tolerance):
         raise ModelError(
-            f"model.policy: {type(policy.model).__name__} does something to its logits that training would not (the "
-            f"log-probs differ by up to {float((own - ours).abs().max()):.3g}), so this architecture is not supported."
+            f"model.policy: {type(policy.model).__name__} does something to its logits that training would not, or "
+            f"lets a token see later ones (the log-probs differ by up to {float((own - ours).abs().max()):.3g}), so this "
+            "architecture is not supported."
         )

@@ -8,7 +8,8 @@
 Invariants:
 - The gradient is the sum over micro-batches and does not depend on how they are cut: every weight in it was fixed
   before the first one.
-- The only waits for the device are the two at the end: the gradient's norm, and the statistics.
+- The only values read back from the device are the two at the end: the gradient's norm, and the statistics. transformers
+  reads one flag a forward (whether positions restart), before it launches anything.
 - A gradient that is not finite changes no weight.
 """
 
@@ -140,7 +141,7 @@ class PolicyStep:
 
     def _micro(self, sequences: Sequence[TrainSequence], terms: SequenceTerms) -> Surrogate:
         rows = pad(sequences, self.policy.device)
-        hidden = self.policy.hidden_states(rows.input_ids, rows.attention_mask)
+        hidden = self.policy.hidden_states(rows.input_ids)
         logp, entropy = selected_logprobs(
             hidden.flatten(0, 1).index_select(0, rows.predicts),
             *self.policy.head_parameters,
@@ -195,13 +196,12 @@ class PaddedRows:
     """Right-padded sequences on the device.
 
     Attributes:
-        input_ids, attention_mask: [rows, tokens].
+        input_ids: [rows, tokens].
         predicts: int64 [N], flat positions in [rows x tokens] whose next token was sampled.
         targets, mu, sequence: [N], the sampled tokens, the sampler's log-probs, and each token's row.
     """
 
     input_ids: torch.Tensor
-    attention_mask: torch.Tensor
     predicts: torch.Tensor
     targets: torch.Tensor
     mu: torch.Tensor
@@ -209,17 +209,15 @@ class PaddedRows:
 
 
 def pad(sequences: Sequence[TrainSequence], device: torch.device) -> PaddedRows:
-    """Put whole sequences side by side. The padding id is 0; the mask keeps it out of every real token's sight."""
+    """Put whole sequences side by side. The padding, id 0, comes after every real token, none of which looks ahead."""
     stack = torch.nn.utils.rnn.pad_sequence
     input_ids = stack([s.input_ids for s in sequences], batch_first=True)
-    lengths = torch.tensor([s.total_tokens for s in sequences])
-    mask = (torch.arange(input_ids.shape[1]) < lengths.unsqueeze(1)).long()
     sampled = stack([s.sampled for s in sequences], batch_first=True).flatten().nonzero()[:, 0]
     mu = stack([s.sampler_logprobs for s in sequences], batch_first=True).flatten()[sampled]
     targets = input_ids.flatten()[sampled]
     sequence = sampled // input_ids.shape[1]
     predicts = sampled - 1  # position 0 of a row is never sampled, so this stays in the row
-    return PaddedRows(*(t.to(device) for t in (input_ids, mask, predicts, targets, mu, sequence)))
+    return PaddedRows(*(t.to(device) for t in (input_ids, predicts, targets, mu, sequence)))
 
 
 def _rows(terms: SequenceTerms, indices: Sequence[int]) -> SequenceTerms:
