@@ -20,7 +20,7 @@ from palingenesis.rl.kernels.precision import mixed_precision
 from palingenesis.rl.policy import checkpoint
 from palingenesis.rl.policy.masters import Masters
 from palingenesis.rl.policy.microbatch import microbatches
-from palingenesis.rl.policy.model import Policy, check_head, load_policy, policy_path
+from palingenesis.rl.policy.model import Policy, check_backbone, load_policy, policy_path
 from palingenesis.rl.policy.optim import build_optimizer, schedule
 from palingenesis.rl.policy.step import PolicyStep
 from palingenesis.rl.types import (
@@ -271,12 +271,25 @@ def test_a_head_that_does_something_unknown_is_refused(tmp_path: Path, monkeypat
         load_policy(small_gemma(tmp_path), device=CPU, dtype=torch.float32)
 
 
-def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
-    policy, _ = tiny()
-    for layer in policy.model.model.layers:
-        layer.self_attn.is_causal = False
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_whose_tokens_see_later_ones_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """In bf16 its log-probs may differ by less than those of a model that rounds its logits."""
     with pytest.raises(ModelError, match="lets a token see later ones"):
-        check_head(policy)
+        small_random(tmp_path, "gemma3_text", dtype, use_bidirectional_attention=True)
+
+
+def test_a_model_that_is_random_in_training_mode_does_not_recompute(tmp_path: Path) -> None:
+    """OPT leaves whole layers out there; transformers recomputes activations in training mode only."""
+    small_random(tmp_path, "opt", torch.float32, word_embed_proj_dim=64, layerdrop=1.0)
+    with pytest.raises(ModelError, match=r"set model\.gradient_checkpointing to none"):
+        load_policy(str(tmp_path), device=CPU, dtype=torch.float32, gradient_checkpointing=True)
+
+
+def test_a_model_that_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, _ = tiny()
+    monkeypatch.setattr(type(policy.model.model), "forward", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ModelError, match="Qwen3ForCausalLM cannot be run: ZeroDivisionError"):
+        check_backbone(policy)
 
 
 def test_buffers_of_a_bf16_model_stay_float32() -> None:
@@ -326,13 +339,13 @@ LINEAR_ATTENTION: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def small_random(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> Policy:
+def small_random(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16, **values: Any) -> Policy:
     """A small random model of another architecture."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     extra = LINEAR_ATTENTION if "qwen3_5" in kind else {"sliding_window": 8} if "gemma" in kind else EXPERTS
-    small = AutoConfig.for_model(kind, **SMALL, **extra)
+    small = AutoConfig.for_model(kind, **SMALL, **extra, **values)
     AutoModelForCausalLM.from_config(small, dtype=dtype).save_pretrained(folder)
     return load_policy(str(folder), device=CPU, dtype=dtype)[0]
 

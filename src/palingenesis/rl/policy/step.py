@@ -8,8 +8,8 @@
 Invariants:
 - The gradient is the sum over micro-batches and does not depend on how they are cut: every weight in it was fixed
   before the first one.
-- The only values read back from the device are the two at the end: the gradient's norm, and the statistics. transformers
-  reads one flag a forward (whether positions restart), before it launches anything.
+- We read values back from the device at the end only: the gradient's norm, and the statistics. (To choose its masks
+  transformers reads a flag or two at the beginning of a forward.)
 - A gradient that is not finite changes no weight.
 """
 
