@@ -7,8 +7,8 @@ A cycle: sleep, the trainer takes 8 GiB and gives them back, load its weights, w
 the device memory in use awake and asleep, the process's resident memory, seconds of sleep, load and wake. `held_asleep_gib`
 is what the device has in use asleep beyond what the trainer had before there was an engine.
 
-vLLM compiles and captures its CUDA graphs, as in a run: they stay on the GPU asleep. `--seconds` ends the
-cycles early; the figures say how many there were.
+vLLM compiles and captures its CUDA graphs, as in a run: they stay on the GPU asleep. `--seconds` ends the cycles
+early; the figures say how many there were.
 """
 
 from __future__ import annotations

@@ -337,6 +337,7 @@ LINEAR_ATTENTION: dict[str, Any] = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OF_KIND = {"qwen3_5_text": LINEAR_ATTENTION, "gemma3_text": {"sliding_window": 8}, "qwen3_moe": EXPERTS}
 
 
 def small_random(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16, **values: Any) -> Policy:
@@ -344,8 +345,7 @@ def small_random(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16, *
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    extra = LINEAR_ATTENTION if "qwen3_5" in kind else {"sliding_window": 8} if "gemma" in kind else EXPERTS
-    small = AutoConfig.for_model(kind, **SMALL, **extra, **values)
+    small = AutoConfig.for_model(kind, **SMALL, **OF_KIND.get(kind, {}), **values)
     AutoModelForCausalLM.from_config(small, dtype=dtype).save_pretrained(folder)
     return load_policy(str(folder), device=CPU, dtype=dtype)[0]
 
@@ -368,10 +368,9 @@ def test_padding_behind_a_row_changes_nothing(tmp_path: Path, kind: str) -> None
     policy = small_random(tmp_path, kind, torch.float32)
     row = torch.arange(3, 40)
     alone = policy.hidden_states(row[None])[0]
-    beside = policy.hidden_states(torch.stack([torch.cat([row, torch.zeros(9, dtype=torch.long)]), torch.arange(46)]))[
-        0
-    ]
-    assert torch.allclose(beside[: len(row)], alone, atol=1e-5)
+    padded = torch.nn.utils.rnn.pad_sequence([row, torch.arange(46)], batch_first=True)
+    beside = policy.hidden_states(padded)[0, : len(row)]
+    assert torch.allclose(beside, alone, atol=1e-5)
 
 
 def test_the_embedded_engine_computes_as_the_trainer_does_in_bf16() -> None:

@@ -10,7 +10,7 @@ Invariants:
 - `counters` are 0 between launches. Launches that share them follow one another on a stream.
 
 Why beside FlashAttention 3: contexts are short where the batch is large. 256 sequences of 155 tokens (16 query and 8 key
-heads of 128, one H200) take it 88 us a layer, writing the new tokens down included; the bytes take 38 (bench/attention.py).
+heads of 128, one H200) take it 87 us a layer, writing the new tokens down included; the bytes take 38 (bench/attention.py).
 
 Source: online softmax, Milakov and Gimelshein 2018; the split over keys, Flash-Decoding, Dao et al. 2023.
 """

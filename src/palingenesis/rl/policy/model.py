@@ -125,8 +125,7 @@ def load_policy(
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
     except Exception as error:
         # Reading a checkpoint runs other people's code over other people's files: many types, one meaning.
-        first = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise ModelError(f"model.policy: cannot load {name!r}: {first}") from error
+        raise ModelError(f"model.policy: cannot load {name!r}: {_first_line(error)}") from error
     silence_dropout(model)
     policy = Policy(model.to(device), export_dtype=source_dtype(source), recompute=gradient_checkpointing)
     masters = {key: value.detach() for key, value in model.named_parameters()}
@@ -182,9 +181,9 @@ def check_backbone(policy: Policy) -> None:
 
     try:
         seen = beginnings(training=False)
-        trained = beginnings(training=policy.recompute)
+        trained = beginnings(training=True) if policy.recompute else seen
     except Exception as error:  # other people's code, of any architecture
-        raise ModelError(f"model.policy: {kind} cannot be run: {type(error).__name__}: {error}") from error
+        raise ModelError(f"model.policy: {kind} cannot be run: {type(error).__name__}: {_first_line(error)}") from error
     policy.model.eval()
     near = 2e-3 * float(seen.abs().mean())
     if float((seen[0] - seen[1]).abs().mean()) > near:
@@ -222,6 +221,10 @@ def check_head(policy: Policy) -> None:
             f"model.policy: {kind} does something to its logits that training would not (the log-probs differ by up to "
             f"{float((own - ours).abs().max()):.3g}), so this architecture is not supported."
         )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no reason given"])[0]
 
 
 def _few_tokens(policy: Policy, count: int) -> torch.Tensor:
