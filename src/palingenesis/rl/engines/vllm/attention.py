@@ -1,8 +1,11 @@
-"""Our attention in the decoding steps that we capture, in the place of vLLM's FlashAttention and of its write to the cache.
+"""Our attention in the steps that we capture, in the place of vLLM's FlashAttention.
 
-    layer ──> update (key, value) ──> nothing
-          └─> forward ──┬─> kernels/attend_triton.py, which writes them to the cache too
-                        └─> a layer it does not cover: vLLM's update, vLLM's forward
+    everybody decodes    layer ──> update (key, value) ──> nothing
+                               └─> forward ──> `attend`, which writes them to the cache too
+    prompts among them   layer ──> update ──> vLLM's
+                               └─> forward ──> `extend`, over tiles that are laid out before each step
+
+A layer that the kernels do not cover is vLLM's in both.
 
 Not covered: windows, soft caps, sinks, positions by slope, a quantized cache, a layer that reads another's cache, heads
 of another size than 16, 32, 64, 128 or 256.
@@ -14,15 +17,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from palingenesis.rl.engines.vllm.graphs import changed
-from palingenesis.rl.kernels.attend_triton import Workspace, attend
+from palingenesis.rl.kernels.attend_triton import Workspace, attend, extend, tile_tokens, tiles_of
 
 
 class DecodeAttention:
-    """Stands in for two methods of vLLM's FlashAttention while a step is captured.
+    """Stands in for two methods of vLLM's FlashAttention while a step of one new token a sequence is captured.
 
     Args:
         sequences: the most that decode at once.
@@ -54,7 +59,7 @@ class DecodeAttention:
             output: Tensor,
             **rest: Any,
         ) -> Tensor:
-            if covered(own, query, key, value, kv_cache, metadata):
+            if _one_each(query, metadata) and covered(own, query, key, value, kv_cache, metadata):
                 self._attend(own, query, key, value, kv_cache, metadata, output)
                 return output
             if own.kv_sharing_target_layer_name is None and key is not None:
@@ -87,8 +92,85 @@ class DecodeAttention:
         )
 
 
+class JoinAttention:
+    """Stands in for vLLM's FlashAttention while a step with prompts is captured.
+
+    Args:
+        tokens: of the largest step.
+        positions: int64 [tokens], where vLLM puts those of a step's tokens.
+        group: query heads a key head; a layer that has others is vLLM's.
+
+    Attributes:
+        complete: no layer was left to vLLM.
+    """
+
+    def __init__(self, tokens: int, positions: Tensor, group: int) -> None:
+        self._positions, self._group, self._tile = positions, group, tile_tokens(group)
+        self._tiles = torch.zeros(3, tokens, dtype=torch.int32, device=positions.device)
+        self._work: dict[tuple[int, int, int], Workspace] = {}
+        self.complete = True
+
+    def lay_out(self, counts: NDArray[np.integer[Any]]) -> None:
+        """Before each step: `counts` are the new tokens of its sequences."""
+        tiles = torch.from_numpy(tiles_of(counts, self._tile, self._tiles.shape[1]))
+        self._tiles.copy_(tiles.pin_memory(), non_blocking=True)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """For what is launched, or captured, meanwhile."""
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+        vllms = FlashAttentionImpl.forward
+
+        def forward(
+            own: Any,
+            layer: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            kv_cache: Tensor,
+            metadata: Any,
+            output: Tensor,
+            **rest: Any,
+        ) -> Tensor:
+            ours = metadata.causal and query.shape[1] == self._group * key.shape[1]
+            if ours and covered(own, query, key, value, kv_cache, metadata):
+                self._extend(own, query, kv_cache, metadata, output)
+            else:
+                self.complete = False
+                vllms(own, layer, query, key, value, kv_cache, metadata, output, **rest)
+            return output
+
+        with changed(FlashAttentionImpl, forward=forward):
+            yield
+
+    def _extend(self, own: Any, query: Tensor, kv_cache: Tensor, metadata: Any, output: Tensor) -> None:
+        keys, values = kv_cache.unbind(1)
+        shape, most = (query.shape[1], keys.shape[2], query.shape[2]), self._tiles.shape[1]
+        if shape not in self._work:
+            self._work[shape] = Workspace.of(most, *shape, query.device, self._tile)
+        room = min(
+            len(query), len(metadata.seq_lens) + len(query) // self._tile
+        )  # a sequence's last tile may not be full
+        extend(
+            query,
+            keys,
+            values,
+            metadata.block_table,
+            self._tiles[:, :room],
+            self._positions,
+            own.scale,
+            output,
+            self._work[shape],
+        )
+
+
+def _one_each(query: Tensor, metadata: Any) -> bool:
+    return bool(metadata.max_query_len == 1 and len(query) == len(metadata.seq_lens))
+
+
 def covered(own: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: Any) -> bool:
-    """The kernel computes this layer's attention.
+    """The kernels compute this layer's attention.
 
     Args:
         own: vLLM's `FlashAttentionImpl` of the layer.
@@ -101,9 +183,8 @@ def covered(own: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tenso
         and own.sinks is None
         and not own.logits_soft_cap
         and all(tuple(window or (-1, -1)) == (-1, -1) for window in (own.sliding_window, metadata.sliding_window))
-        and metadata.max_query_len == 1
         and query.dtype == key.dtype == kv_cache.dtype
-        and len(query) == len(key) == len(metadata.seq_lens)
+        and len(query) == len(key)
         and key.shape == value.shape
         and key.shape[-1] in (16, 32, 64, 128, 256)
     )

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from palingenesis.rl.engines.vllm.decode import DecodeGraphs, can_decode
-from palingenesis.rl.engines.vllm.graphs import JoinGraphs, can_capture
+from palingenesis.rl.engines.vllm.graphs import JoinGraphs, can_capture, changed
 from palingenesis.rl.engines.vllm.residual import COMPILED_WITH, widen_residuals
 from palingenesis.rl.engines.vllm.sampler import install
 from palingenesis.rl.engines.vllm.steps import Running, Steps
@@ -45,6 +45,10 @@ ENVIRONMENT = {
 # the least is lost at sqrt(2 c T), 25 ms for a join of 1 ms (SmolLM2 on one H200) and turns of 0.3 s.
 ADMIT_S = 0.03
 ADMIT_SHARE = 8  # an eighth of the running sequences or more join at once
+# Steps that are launched before the first of them is read. vLLM's own leave the host one step of the GPU for its work; one
+# that somebody joins takes it 4 ms, where the GPU takes 1 to 2 for a step of a small model (one H200).
+UNDER_WAY = 3
+VLLMS_UNDER_WAY = 2
 GPU_S = 300.0  # a step takes milliseconds
 SLEEP_LEVEL = 2  # the trainer has the weights: nothing needs to be kept on the host
 
@@ -132,7 +136,8 @@ class Core:
         self._runner = self.llm.model_executor.driver_worker.model_runner
         self._seeds_by_vllm = hasattr(self._runner.sampler, "sampling_states")  # the older runner would make generators
         self._graphs: list[JoinGraphs | DecodeGraphs] = []
-        self.steps = Steps(self._engine.scheduler, self.llm.model_config.max_model_len)
+        self._under_way = self._engine.batch_queue_size
+        self.steps = Steps(self._engine.scheduler, self.llm.model_config.max_model_len, self._under_way)
         self.patience = ADMIT_S
         self._undo = install(self._runner, self._seed_of)
         with _one_message("capture its graphs"), self.on_stream():
@@ -141,10 +146,16 @@ class Core:
 
     def _capture(self) -> None:
         """Graphs of our own, where we can make them; the head is ours by now."""
+        attention = None
         if can_decode(self._runner):
+            from palingenesis.rl.engines.vllm.attention import JoinAttention  # needs triton, which a GPU's vLLM brings
+
             self._graphs.append(DecodeGraphs(self._runner))
+            model, parallel = self.llm.model_config, self.llm.vllm_config.parallel_config
+            group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+            attention = partial(JoinAttention, positions=self._runner.input_buffers.positions, group=group)
         if can_capture(self._runner):
-            joins = JoinGraphs(self._runner, self.llm.model_config.max_model_len)
+            joins = JoinGraphs(self._runner, self.llm.model_config.max_model_len, attention)
             self._graphs.append(joins)
             self.steps.in_graph = joins.tokens
 
@@ -163,9 +174,16 @@ class Core:
     def _take_over(self) -> None:
         for one in (self.steps, *self._graphs):
             one.take_over()
+        self._engine.batch_queue_size = self._under_way if self._graphs else min(self._under_way, VLLMS_UNDER_WAY)
 
     def restore(self) -> None:
-        """Give vLLM its own back: what benchmarks measure against."""
+        """Give vLLM its own back, when no requests run: what benchmarks measure against."""
+        while self.busy:
+            self.step()
+        self._engine.batch_queue_size = min(self._under_way, VLLMS_UNDER_WAY)
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._undo()
         for one in (self.steps, *self._graphs):
             one.let_go()
@@ -340,7 +358,7 @@ class Core:
         self.asleep = False
 
     def close(self) -> None:
-        self.restore()
+        self._let_go()
         self._graphs.clear()  # they hold the model, and so does what undoes the draw: vLLM gives its memory back
         del self._undo
         self.llm.engine_core.shutdown()
@@ -393,10 +411,26 @@ def _start(options: VLLMOptions, stream: Any) -> Any:
         raise ConfigError("rollout.vllm_args: an engine has one GPU; remove the parallel sizes.")
     widen_residuals()
     try:
-        with torch.cuda.stream(stream):  # not before vllm is imported, which keeps an account of the current stream
+        # not before vllm is imported, which keeps an account of the current stream
+        with torch.cuda.stream(stream), _room_for(UNDER_WAY):
             return LLMEngine.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
     except Exception as error:  # whatever keeps it from starting, the user needs one message
         raise EngineError(_why_not_started(error, options)) from error
+
+
+@contextmanager
+def _room_for(steps: int) -> Iterator[None]:
+    """vLLM's engine is built with a queue, and its newer runner with buffers, for that many steps under way."""
+    from vllm.config import VllmConfig
+
+    vllms = VllmConfig.max_concurrent_batches.fget
+
+    def most(config: Any) -> int:
+        own = int(vllms(config))
+        return max(own, steps) if own > 1 and config.use_v2_model_runner else own
+
+    with changed(VllmConfig, max_concurrent_batches=property(most)):
+        yield
 
 
 def _urgent_stream() -> Any:

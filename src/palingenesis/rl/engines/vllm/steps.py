@@ -24,10 +24,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from palingenesis.rl.engines.vllm.graphs import changed
 from palingenesis.rl.errors import EngineError
 from palingenesis.rl.types import Completion, Finish, SamplingParams
 
@@ -68,6 +70,7 @@ class Steps:
     Args:
         scheduler: vLLM's; `schedule` and `update_from_output` are exchanged on it.
         max_model_len: a sequence ends when it is this long.
+        under_way: steps at most that are launched and not read.
 
     Attributes:
         running: our requests by vLLM's id.
@@ -79,7 +82,7 @@ class Steps:
         in_graph: tokens of the largest step with prompts that a graph holds.
     """
 
-    def __init__(self, scheduler: Any, max_model_len: int) -> None:
+    def __init__(self, scheduler: Any, max_model_len: int, under_way: int) -> None:
         self.scheduler = scheduler
         self.max_model_len = max_model_len
         self.running: dict[str, Running] = {}
@@ -94,9 +97,10 @@ class Steps:
         self.in_graph = scheduler.vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self._piece = max(MIN_PIECE, *_block_sizes(scheduler))  # of a hybrid's prompt nothing shorter is computed
         # With several kinds of cache, what is no longer needed is freed one token after a boundary or the prompt's end; with
-        # tokens in flight counted, another one later.
+        # tokens in flight counted, so many later.
         several = len(scheduler.kv_cache_config.kv_cache_groups) > 1
-        self._late = (1 + (self._asynchronous and self._counts_in_flight)) if several else 0
+        in_flight = under_way - 1 if self._asynchronous and self._counts_in_flight else 0
+        self._late = 1 + in_flight if several else 0
         self.shortcut = self._unit > 0 and _is_plain(scheduler)
 
     def take_over(self) -> None:
@@ -121,13 +125,21 @@ class Steps:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """What the next step computes. `decoded`: whom `read` takes itself, None for nobody; `others`: the part of a step
         that is vLLM's own to read."""
-        out = self._short_way(*args, **kwargs) if self.shortcut else None
-        if out is None:
-            out = self._schedule(*args, **kwargs)
-            out.decoded, out.others = None, out
+        with self._nobody_resumes_too_early():
+            out = self._short_way(*args, **kwargs) if self.shortcut else None
+            if out is None:
+                out = self._schedule(*args, **kwargs)
+                out.decoded, out.others = None, out
         out.weights_version = self.version
         out.preemptions = self._preemptions
         return out
+
+    def _nobody_resumes_too_early(self) -> AbstractContextManager[None]:
+        """One that was preempted is computed anew from the tokens that are known: not before all of its own are read."""
+        s = self.scheduler
+        if self._preemptions and any(getattr(request, "num_output_placeholders", 0) for request in s.waiting):
+            return changed(s, max_num_running_reqs=len(s.running))
+        return nullcontext()
 
     def _short_way(self, *args: Any, **kwargs: Any) -> Any:
         """One token for everybody who decodes, and what vLLM schedules of the others; None where its own way has to decide
@@ -171,8 +183,8 @@ class Steps:
                 prompts.append(request)
                 continue
             ends = prompt + request.max_tokens
-            if (placeholders and computed + 2 - placeholders >= ends) or computed >= self.max_model_len - 1:
-                continue  # the step under way is its last
+            if (placeholders and computed + 1 >= ends) or computed >= self.max_model_len - 1:
+                continue  # a step under way is its last
             chosen.append(request)
             if computed % self._unit <= self._late or computed - prompt < self._late:
                 growing.append(request)
