@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,30 +59,36 @@ def check_several(heads, key_heads, dim, block, steps, padding=3):
     rows, room = int(counts.sum()) + padding, int(counts.sum()) + padding
     pages = torch.randn(len(steps) * most + 1, 2, block, key_heads, dim).to(device, dtype)
     table = (torch.randperm(len(steps) * most) + 1).view(len(steps), most).to(device, torch.int32)
+    for owner, known in enumerate(map(sum, steps)):  # nobody looks behind a sequence's end, nor into another's blocks
+        ours = pages[table[owner].long()].transpose(0, 1).flatten(1, 2)
+        ours[:, known:] = torch.nan
+        pages[table[owner].long()] = ours.unflatten(1, (most, block)).transpose(0, 1)
+    pages[0] = torch.nan
+    values = pages[:, 1].transpose(1, 2).contiguous().transpose(1, 2)  # of other strides than the keys
     query = torch.randn(rows, heads + 8, dim).to(device, dtype)[:, :heads]
     positions = torch.tensor([before + i for before, new in steps for i in range(new)] + [7] * padding, device=device)
     tokens = tile_tokens(heads // key_heads)
-    tiles = torch.from_numpy(tiles_of(counts, tokens, room)).to(device)
+    tiles = torch.from_numpy(tiles_of(counts, tokens, room + 5)).to(device)[:, :room]
     assert tiles[2].sum() == counts.sum() and tiles[2].max() <= tokens
     work = Workspace.of(room, heads, key_heads, dim, device, tokens)
-    before = pages.clone()
+    before = pages.nan_to_num(7.0)
     for turn in range(2):
         out = torch.full((rows, heads, dim), torch.nan, device=device, dtype=dtype)
-        extend(query, pages[:, 0], pages[:, 1], table, tiles, positions, dim**-0.5, out, work)
+        extend(query, pages[:, 0], values, table, tiles, positions, dim**-0.5, out, work)
         assert not work.counters.any()
         row = 0
         for owner, (old, new) in enumerate(steps):
             known = pages[table[owner].long()].transpose(0, 1).flatten(1, 2)[:, : old + new].double()
-            keys, values = known.repeat_interleave(heads // key_heads, 2)
+            keys, its = known.repeat_interleave(heads // key_heads, 2)
             scores = torch.einsum("mhd,nhd->mhn", query[row : row + new].double(), keys * dim**-0.5)
             later = torch.ones(new, old + new, dtype=torch.bool, device=device).triu(old + 1)
             weights = scores.masked_fill(later[:, None], -torch.inf).softmax(-1)
-            expected = torch.einsum("mhn,nhd->mhd", weights, values)
+            expected = torch.einsum("mhn,nhd->mhd", weights, its)
             apart = (out[row : row + new] - expected).abs().amax((1, 2))
             assert (apart < (0.02 if dtype == torch.bfloat16 else 1e-5)).all(), (owner, old, new, apart)
             row += new
         assert out[row:].isnan().all()  # rows that nobody has stay as they were
-    assert torch.equal(before, pages)
+    assert torch.equal(before, pages.nan_to_num(7.0))
 
 
 # One that decodes, prompts that end in a tile's midst, after cached tokens, at and across the edges of tiles of keys.
@@ -159,11 +166,11 @@ def test_fewer_sequences_in_more_parts_fit_into_the_workspace(places: int) -> No
     pytest.importorskip("triton")
     from palingenesis.rl.kernels.attend_triton import Workspace, parts
 
-    for heads, key_heads, dim in ((16, 8, 128), (9, 3, 64), (8, 1, 256)):
-        work = Workspace.of(places, heads, key_heads, dim, torch.device("cpu"))
+    for heads, key_heads, dim, tokens in ((16, 8, 128, 1), (16, 8, 128, 8), (9, 3, 64, 5), (8, 1, 256, 4)):
+        work = Workspace.of(places, heads, key_heads, dim, torch.device("cpu"), tokens)
         for rows in range(1, places + 1):
             split = parts(rows * key_heads)
-            assert split == 1 or rows * split * heads * (dim + 2) <= work.partial.numel()
+            assert split == 1 or rows * split * tokens * heads * (dim + 2) <= work.partial.numel()
 
 
 def test_a_layer_that_is_vllms_writes_first_and_everything_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,3 +196,42 @@ def test_a_layer_that_is_vllms_writes_first_and_everything_comes_back(monkeypatc
         assert [call[0] for call in seen] == ["update"] * len(written) + ["forward"]
         seen.clear()
     assert (FlashAttentionImpl.forward, FlashAttentionImpl.do_kv_cache_update) == before
+
+
+def test_in_a_step_with_prompts_what_we_do_not_compute_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    from palingenesis.rl.engines.vllm import attention
+
+    seen: list[Any] = []
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda own, *args: seen.append(own))
+    monkeypatch.setattr(attention, "extend", lambda *args: seen.append(args))
+    joins = attention.JoinAttention(64, torch.zeros(64, dtype=torch.int64), group=2)
+    query, key, value = torch.zeros(20, 4, 32), torch.zeros(20, 2, 32), torch.zeros(20, 2, 32)
+    cache, out = torch.zeros(8, 2, 16, 2, 32), torch.zeros(20, 4, 32)
+    metadata = step(causal=True, block_table=torch.zeros(3, 4), seq_lens=torch.ones(3), max_query_len=20)
+    ours, windows, others = layer(scale=0.5), layer(sliding_window=(7, 0)), layer()
+    with joins.in_place():
+        forward = FlashAttentionImpl.forward
+        assert forward(ours, "layer", query, key, value, cache, metadata, output=out) is out
+        forward(windows, "layer", query, key, value, cache, metadata, output=out)
+        forward(others, "layer", query, key[:, :1], value[:, :1], cache, metadata, output=out)  # another group
+        metadata.causal = False
+        forward(others, "layer", query, key, value, cache, metadata, output=out)
+    assert joins.layers == {id(ours)}
+    (asked, keys, values, table, tiles, *_), *left = seen
+    assert left == [windows, others, others]
+    assert asked is query
+    assert table is metadata.block_table
+    assert (keys.data_ptr(), values.data_ptr()) == (cache[:, 0].data_ptr(), cache[:, 1].data_ptr())
+    # Of 3 sequences with 20 new tokens together no more tiles of 8 can be than when every last one is almost empty.
+    assert tiles.shape == (3, 5)
+    assert max(attention.tiles_of(np.array(counts), 8, 9)[2].astype(bool).sum() for counts in splits(20, 3)) <= 5
+
+
+def splits(total: int, count: int) -> list[tuple[int, ...]]:
+    """Ways to make `total` of `count` numbers from 1 on."""
+    if count == 1:
+        return [(total,)]
+    return [(first, *rest) for first in range(1, total - count + 2) for rest in splits(total - first, count - 1)]

@@ -101,14 +101,14 @@ class JoinAttention:
         group: query heads a key head; a layer that has others is vLLM's.
 
     Attributes:
-        complete: no layer was left to vLLM.
+        layers: that were ours, by their implementations' ids.
     """
 
     def __init__(self, tokens: int, positions: Tensor, group: int) -> None:
         self._positions, self._group, self._tile = positions, group, tile_tokens(group)
         self._tiles = torch.zeros(3, tokens, dtype=torch.int32, device=positions.device)
         self._work: dict[tuple[int, int, int], Workspace] = {}
-        self.complete = True
+        self.layers: set[int] = set()
 
     def lay_out(self, counts: NDArray[np.integer[Any]]) -> None:
         """Before each step: `counts` are the new tokens of its sequences."""
@@ -135,9 +135,9 @@ class JoinAttention:
         ) -> Tensor:
             ours = metadata.causal and query.shape[1] == self._group * key.shape[1]
             if ours and covered(own, query, key, value, kv_cache, metadata):
+                self.layers.add(id(own))
                 self._extend(own, query, kv_cache, metadata, output)
             else:
-                self.complete = False
                 vllms(own, layer, query, key, value, kv_cache, metadata, output, **rest)
             return output
 

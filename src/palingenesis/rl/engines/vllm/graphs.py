@@ -80,7 +80,8 @@ class JoinGraphs:
         finally:
             del self._state.prepare_attn
         self._in_graph = False
-        self._ours_alone = self._attention is not None and self._attention.complete
+        layers = sum(len(group.layer_names) for groups in runner.attn_groups for group in groups)
+        self._ours_alone = self._attention is not None and len(self._attention.layers) == layers
 
     def take_over(self) -> None:
         self.runner.cudagraph_manager = self

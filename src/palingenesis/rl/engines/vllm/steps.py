@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,7 +128,9 @@ class Steps:
         with self._nobody_resumes_too_early():
             out = self._short_way(*args, **kwargs) if self.shortcut else None
             if out is None:
-                out = self._schedule(*args, **kwargs)
+                # Where two steps are under way, vLLM's own rule would launch one more for those who end with the second.
+                with self._only([r for r in self.scheduler.running if not self._ends_with_those_under_way(r)]):
+                    out = self._schedule(*args, **kwargs)
                 out.decoded, out.others = None, out
         out.weights_version = self.version
         out.preemptions = self._preemptions
@@ -182,15 +184,20 @@ class Steps:
             if computed < prompt or again or len(request._all_token_ids) + placeholders - computed != 1:
                 prompts.append(request)
                 continue
-            ends = prompt + request.max_tokens
-            if (placeholders and computed + 1 >= ends) or computed >= self.max_model_len - 1:
-                continue  # a step under way is its last
+            if self._ends_with_those_under_way(request) or computed >= self.max_model_len - 1:
+                continue
             chosen.append(request)
             if computed % self._unit <= self._late or computed - prompt < self._late:
                 growing.append(request)
         if not chosen or len(chosen) > s.max_num_scheduled_tokens or not self._are_free(2 * len(growing)):
             return None
         return chosen, growing, prompts
+
+    @staticmethod
+    def _ends_with_those_under_way(request: Any) -> bool:
+        """The steps that are launched and not read make its last token."""
+        ends = request.num_prompt_tokens + request.max_tokens
+        return bool(request.num_output_placeholders and request.num_computed_tokens + 1 >= ends)
 
     def _are_free(self, blocks: int) -> bool:
         """Nobody has to be preempted for that many blocks of every kind of cache."""
@@ -211,20 +218,29 @@ class Steps:
         """vLLM schedules `prompts` and those that wait, as if nobody else ran, into the places and tokens that are left: no
         more tokens than its largest graph holds, because a larger step launches kernel by kernel."""
         s = self.scheduler
-        running, places, budget = s.running, s.max_num_running_reqs, s.max_num_scheduled_tokens
         before = set(s.prev_step_scheduled_req_ids)
-        others = {request.request_id for request in prompts}
-        rest = [request for request in running if request.request_id not in others]
-        left, in_graph = budget - decoding, self.in_graph - decoding
-        s.running, s.max_num_running_reqs = prompts, places - len(rest)
-        s.max_num_scheduled_tokens = min(left, in_graph) if in_graph >= self._piece else left
-        try:
+        left, in_graph = s.max_num_scheduled_tokens - decoding, self.in_graph - decoding
+        budget = min(left, in_graph) if in_graph >= self._piece else left
+        with changed(s, max_num_scheduled_tokens=budget), self._only(prompts):
             out = self._schedule(*args, **kwargs)
-        finally:
-            s.running = rest + s.running
-            s.max_num_running_reqs, s.max_num_scheduled_tokens = places, budget
         s.prev_step_scheduled_req_ids.update(before)
         return out
+
+    @contextmanager
+    def _only(self, requests: list[Any]) -> Iterator[None]:
+        """Of those that run the scheduler sees `requests` meanwhile, and the places that the others leave."""
+        s = self.scheduler
+        before, seen = s.running, {request.request_id for request in requests}
+        others = [request for request in before if request.request_id not in seen]
+        with changed(s, max_num_running_reqs=s.max_num_running_reqs - len(others)):
+            s.running = requests
+            try:
+                yield
+            finally:  # in their order; those that were preempted are gone, and who joined comes last
+                left = {request.request_id for request in (*others, *s.running)}
+                known = {request.request_id for request in before}
+                stay = [request for request in before if request.request_id in left]
+                s.running = stay + [request for request in s.running if request.request_id not in known]
 
     def _decode(self, chosen: list[Any], growing: list[Any], out: Any, *, counted: bool) -> Any:
         """Add one token of `chosen` to what is scheduled so far, and move the scheduler's state. vLLM has `counted` the
