@@ -37,6 +37,7 @@ from shapes import hardware, keep, pick_device, shape, table
 from palingenesis.rl.chat.template import ChatTemplate, load_tokenizer, stop_token_ids
 from palingenesis.rl.kernels.head import selected_logprobs
 from palingenesis.rl.objective import TrainSequence
+from palingenesis.rl.policy.fp8 import FP8Weights
 from palingenesis.rl.policy.model import Policy, load_policy
 from palingenesis.rl.policy.step import pad
 from palingenesis.rl.policy.weights import PolicyWeights
@@ -171,10 +172,12 @@ def run_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
         )
     )
     out["engine_start_s"] = round(time.perf_counter() - began, 1)
+    fp8 = FP8Weights(policy.model, engine.fp8_groups)  # as a run does
     seconds = []
     for load in range(1, args.loads + 1):
         if load > 1:
             disturb(policy, args.noise, seed=load)
+        fp8.round()
         began = time.perf_counter()
         engine.load(PolicyWeights(load, policy.model))
         seconds.append(time.perf_counter() - began)
@@ -187,6 +190,7 @@ def run_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
                     out["bf16_head"] = difference(policy, asked, sample(engine, asked, tokens, stop))
                 exact, _ = load_policy(made.folder, device=device, dtype=torch.float32)
                 exact.model.eval()
+                FP8Weights(exact.model, engine.fp8_groups).round()
                 out["float32_policy"] = difference(exact, asked, first)
                 del exact
     last = sample(engine, asked, tokens, stop)

@@ -330,7 +330,7 @@ def _build(config: RLConfig, rewards: RewardSet) -> Run:
     build_loss(config.loss)  # a loss of the user's own is found before a model is loaded
     resumed = checkpoint.find(config.train.resume_from, folder)
     parts = load_parts(config, rewards, resumed.policy if resumed else config.model.policy)
-    masters = Masters(parts.policy.model, parts.master_values)
+    masters = Masters(parts.policy.model, parts.master_values, parts.fp8)
     policy_step = PolicyStep(
         parts.policy,
         masters,
@@ -397,6 +397,7 @@ class Parts:
     tokenizer: Any
     policy: Any
     master_values: Mapping[str, Any]
+    fp8: Any
     engine: Any
     budget: Budget
     environments: Environments | None
@@ -424,6 +425,7 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
 
     import torch
 
+    from palingenesis.rl.policy.fp8 import FP8Weights
     from palingenesis.rl.policy.model import load_policy
     from palingenesis.rl.policy.weights import PolicyWeights
 
@@ -450,6 +452,8 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
     )
     try:
         episodes.check_tools()
+        fp8 = FP8Weights(policy.model, engine.fp8_groups)
+        fp8.round()
         engine.load(PolicyWeights(0, policy.model))
     except BaseException:
         engine.close()
@@ -468,7 +472,7 @@ def load_parts(config: RLConfig, rewards: RewardSet, source: str) -> Parts:
         temperature=config.rollout.temperature,
         seed=config.train.seed,
     )
-    return Parts(rows, tokenizer, policy, master_values, engine, budget, environments, collector)
+    return Parts(rows, tokenizer, policy, master_values, fp8, engine, budget, environments, collector)
 
 
 def load_environments(config: RLConfig, rewards: RewardSet) -> Environments | None:

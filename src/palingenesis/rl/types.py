@@ -353,6 +353,12 @@ class Engine(Protocol):
         """What was done since the last call."""
         ...
 
+    @property
+    def fp8_groups(self) -> Sequence[tuple[str, ...]]:
+        """Names of the weights that the engine rounds to FP8, those under one scale together; the trainer rounds its own
+        alike. Empty where there are none."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -239,6 +239,10 @@ class HFEngine:
     def wake(self) -> None:
         """Nothing to take back."""
 
+    @property
+    def fp8_groups(self) -> tuple[tuple[str, ...], ...]:
+        return ()
+
     def usage(self) -> EngineUsage:
         used, self._usage = self._usage, EngineUsage()
         return used

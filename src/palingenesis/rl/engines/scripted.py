@@ -71,6 +71,10 @@ class ScriptedEngine:
     def wake(self) -> None:
         self.asleep = False
 
+    @property
+    def fp8_groups(self) -> tuple[tuple[str, ...], ...]:
+        return ()
+
     def usage(self) -> EngineUsage:
         used = EngineUsage(tuple(self._timeline), self._prefill, 0, self._generated)
         self._timeline, self._prefill, self._generated = [], 0, 0

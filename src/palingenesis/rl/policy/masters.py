@@ -5,6 +5,7 @@ therefore steps float32 tensors and sums micro-batch gradients in float32:
 
     backward ──> param.grad ──collect()──> master.grad (float32 sum) ──optimizer──> master ──publish()──> param
 
+What is published is rounded to the model's dtype, and to FP8 where the engine has such weights (policy/fp8.py).
 Where a parameter is float32 already (the CPU) it is its own master: nothing is copied and autograd accumulates in place.
 """
 
@@ -14,6 +15,8 @@ from collections.abc import Mapping
 
 import torch
 
+from palingenesis.rl.policy.fp8 import FP8Weights
+
 
 class Masters:
     """The trainable parameters of a model beside their float32 masters.
@@ -21,9 +24,13 @@ class Masters:
     Args:
         model: the model in its compute dtype.
         values: float32 values by parameter name, as loaded.
+        fp8: weights that are rounded further.
     """
 
-    def __init__(self, model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, values: Mapping[str, torch.Tensor], fp8: FP8Weights | None = None
+    ) -> None:
+        self.fp8 = fp8
         self.pairs: dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
         for name, param in model.named_parameters():
             if not param.requires_grad:
@@ -47,8 +54,10 @@ class Masters:
             param.grad = None
 
     def publish(self) -> None:
-        """Write the masters into the model, rounded to its dtype; after every optimizer step."""
+        """Write the masters into the model, rounded; after every optimizer step."""
         with torch.no_grad():
             for param, master in self.pairs.values():
                 if param is not master:
                     param.copy_(master)
+        if self.fp8:
+            self.fp8.round()

@@ -41,6 +41,10 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # ours draws; flashinfer would compile its own at start
 }
+# With `quantization: fp8` only the weights are FP8, as the trainer's are: inputs rounded as well put 0.10 between the two
+# log-probs of a token of SmolLM2's, and a trainer that rounded them, too, would often round the other way
+# (bench/rounding.py). vLLM has such kernels for GPUs that cannot multiply FP8, and takes them elsewhere when told.
+WEIGHTS_ALONE = {"fp8": {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}}
 # A step that somebody joins costs everybody c more, and who waits for others loses half of the wait: with turns of T seconds
 # the least is lost at sqrt(2 c T), 25 ms for a join of 1 ms (SmolLM2 on one H200) and turns of 0.3 s.
 ADMIT_S = 0.03
@@ -364,6 +368,21 @@ class Core:
         self.llm.engine_core.shutdown()
 
 
+def fp8_groups(model: Any) -> list[tuple[str, ...]]:
+    """Checkpoint names of the weights that vLLM rounds to FP8 under one scale, where it makes several one matrix together.
+
+    Args:
+        model: vLLM's.
+    """
+    packed = getattr(model, "packed_modules_mapping", {})
+    groups = []
+    for name, module in model.named_modules():
+        if type(getattr(module, "quant_method", None)).__name__ == "Fp8PerTensorOnlineLinearMethod":
+            owner, _, leaf = name.removeprefix("language_model.").rpartition(".")
+            groups.append(tuple(f"{owner}.{part}.weight" for part in packed.get(leaf, [leaf])))
+    return groups
+
+
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Tokens of a step for which vLLM captures graphs: its own choice, which would end at 512 however many may decode."""
     top = max(max_num_seqs, min(2 * max_num_seqs, 512))
@@ -391,7 +410,7 @@ def _start(options: VLLMOptions, stream: Any) -> Any:
     """Build vLLM's engine on `stream`."""
     import torch
 
-    for name, value in ENVIRONMENT.items():
+    for name, value in (ENVIRONMENT | WEIGHTS_ALONE.get(options.quantization, {})).items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # whatever the shell says: the engine is this process's
     try:

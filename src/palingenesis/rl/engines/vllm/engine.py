@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from palingenesis.rl.engines.vllm.core import Core, VLLMOptions
+from palingenesis.rl.engines.vllm.core import Core, VLLMOptions, fp8_groups
 from palingenesis.rl.errors import EngineError, PalingenesisError, StallError
 from palingenesis.rl.observe.waits import progress, wait_for
 from palingenesis.rl.types import Completion, EngineUsage, SamplingParams, Weights
@@ -172,6 +172,11 @@ class VLLMEngine:
         if self._options.sleep:
             with self._standing_still():
                 self.core.wake()
+
+    @property
+    def fp8_groups(self) -> list[tuple[str, ...]]:
+        """See `types.Engine`."""
+        return fp8_groups(self.core._runner.model)
 
     def usage(self) -> EngineUsage:
         """What was done since the last call. Called between the loop's requests; counts are of whole requests."""
