@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from palingenesis.rl import RLConfig, RLTrainer, SkipSample
+from palingenesis.rl.engines.hf import HFEngine
 from palingenesis.rl.errors import (
     CheckpointError,
     ConfigError,
@@ -29,6 +30,8 @@ from palingenesis.rl.errors import (
     UsageError,
 )
 from palingenesis.rl.observe.records import lock
+from palingenesis.rl.policy.fp8 import round_to_fp8
+from palingenesis.rl.policy.weights import PolicyWeights
 from palingenesis.rl.trainer import Interrupts, build
 from tests.e2e.conftest import ROOT, lines
 
@@ -567,3 +570,30 @@ def test_a_run_without_rewards_is_refused(small: Small) -> None:
     config.rewards.clear()
     with pytest.raises(ConfigError, match="rewards: there is none"):
         RLTrainer(config).train()
+
+
+def test_weights_that_the_engine_rounds_to_fp8_are_rounded_in_training_and_in_the_final_policy(
+    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, seen = "model.layers.0.mlp.down_proj.weight", []
+
+    def is_rounded(weight: torch.Tensor) -> bool:
+        again = weight.clone()
+        round_to_fp8([again])
+        return torch.equal(again, weight)
+
+    def load(self: HFEngine, weights: PolicyWeights) -> None:
+        seen.append({key: value.clone() for key, value in weights.tensors()})
+        own_load(self, weights)
+
+    monkeypatch.setattr(HFEngine, "fp8_groups", [(name,), ("model.layers.0.mlp.experts",)])
+    own_load = HFEngine.load
+    monkeypatch.setattr(HFEngine, "load", load)
+    config = small()
+    RLTrainer(config).train()
+    assert len(seen) == config.train.steps + 1
+    assert all(is_rounded(weights[name]) for weights in seen)
+    assert not is_rounded(seen[0]["model.layers.0.mlp.up_proj.weight"])
+    final = load_file(Path(config.train.output_dir) / "final" / "model.safetensors")
+    assert is_rounded(final[name].float())
+    assert "FP8 in the engine and not in training: model.layers.0.mlp.experts\n" in capsys.readouterr().out

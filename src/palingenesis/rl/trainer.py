@@ -617,6 +617,9 @@ def notes(
     lines = [f"  note: {text}" for text in (*map(str, parts.rows.dropped), *parts.rows.notices)]
     if backend(config) == "hf" and (unused := unused_on_hf(config)):
         lines.append(f"  note: generation runs in transformers (rollout.backend hf); unused: {', '.join(unused)}")
+    if alone := parts.fp8.left_out:
+        more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
+        lines.append(f"  note: FP8 in the engine and not in training: {', '.join(alone[:3])}{more}")
     reach = getattr(parts.policy.model.config.get_text_config(), "max_position_embeddings", None)
     if reach and reach < config.rollout.max_model_len:
         lines.append(

@@ -173,7 +173,7 @@ class RolloutConfig(Options):
     kv_cache_dtype: str = ""
     """Type of vLLM's key-value cache, such as `fp8`. Empty is the model's own."""
     quantization: str = ""
-    """vLLM's quantization. `fp8`: of the weights alone, which the trainer rounds alike. Empty is none."""
+    """vLLM's quantization. `fp8`: of the weights alone, and the trainer's become the same values. Empty is none."""
     vllm_args: dict[str, Any] = {}
     """Further arguments for vLLM's engine, as the `EngineArgs` of its documentation names them."""
 

@@ -140,7 +140,7 @@ def save(
         for left_over in root.glob("*.partial"):  # of a save that was cut off
             shutil.rmtree(left_over)
         partial.mkdir(parents=True)
-        export(partial / "policy", policy, masters, tokenizer, torch.float32)
+        export(partial / "policy", policy, masters, tokenizer, torch.float32, resumable=True)
         torch.save(dict(optimizer), partial / "optimizer.pt")
         state = {"step": step, "export_dtype": str(policy.export_dtype).removeprefix("torch."), "collector": collector}
         (partial / "state.json").write_text(json.dumps(state), encoding="utf-8")
@@ -163,9 +163,16 @@ def _rng() -> dict[str, Any]:
     return states
 
 
-def export(folder: Path, policy: Policy, masters: Masters, tokenizer: Any, dtype: torch.dtype) -> Path:
-    """Write the policy in Hugging Face format: the masters rounded to `dtype`, the tokenizer and its template beside."""
-    owner = {id(param): master.detach() for param, master in masters.pairs.values()}
+def export(
+    folder: Path, policy: Policy, masters: Masters, tokenizer: Any, dtype: torch.dtype, *, resumable: bool = False
+) -> Path:
+    """Write the policy in Hugging Face format: the masters rounded to `dtype`, the tokenizer and its template beside.
+
+    Args:
+        resumable: masters where the policy's weights are FP8 values, too.
+    """
+    kept = masters.fp8 if masters.fp8 and not resumable else ()
+    owner = {id(param): master.detach() for param, master in masters.pairs.values() if param not in kept}
     state = {
         name: owner.get(id(value), value.detach()) for name, value in policy.model.state_dict(keep_vars=True).items()
     }

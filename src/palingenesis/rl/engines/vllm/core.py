@@ -43,8 +43,9 @@ ENVIRONMENT = {
 }
 # With `quantization: fp8` only the weights are FP8, as the trainer's are: inputs rounded as well put 0.10 between the two
 # log-probs of a token of SmolLM2's, and a trainer that rounded them, too, would often round the other way
-# (bench/rounding.py). vLLM has such kernels for GPUs that cannot multiply FP8, and takes them elsewhere when told.
-WEIGHTS_ALONE = {"fp8": {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}}
+# (bench/rounding.py). vLLM has such kernels, Marlin's, for GPUs that cannot multiply FP8; elsewhere 0.25.1 takes them when
+# the environment says so, and 0.32 when the argument does.
+WEIGHTS_ALONE = "fp8"
 # A step that somebody joins costs everybody c more, and who waits for others loses half of the wait: with turns of T seconds
 # the least is lost at sqrt(2 c T), 25 ms for a join of 1 ms (SmolLM2 on one H200) and turns of 0.3 s.
 ADMIT_S = 0.03
@@ -83,6 +84,11 @@ class VLLMOptions:
     seed: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def quantized(self) -> str:
+        """The quantization in use, or none."""
+        return str(self.extra.get("quantization", self.quantization) or "")
+
     def engine_args(self) -> dict[str, Any]:
         """Arguments of `vllm.EngineArgs`."""
         args: dict[str, Any] = {
@@ -105,6 +111,8 @@ class VLLMOptions:
             args |= {"compilation_config": {"cudagraph_capture_sizes": graph_sizes(seqs)}}
         else:
             args |= {"enforce_eager": True}
+        if self.quantized == WEIGHTS_ALONE:
+            args |= {"linear_backend": "marlin"}
         args |= _for_model(self.model)
         config = COMPILED_WITH | args.get("additional_config", {}) | self.extra.get("additional_config", {})
         return args | dict(self.extra) | {"additional_config": config}
@@ -138,6 +146,7 @@ class Core:
         self._client = self.llm.engine_core
         self._engine = self._client.engine_core
         self._runner = self.llm.model_executor.driver_worker.model_runner
+        self._check_weights_alone()
         self._seeds_by_vllm = hasattr(self._runner.sampler, "sampling_states")  # the older runner would make generators
         self._graphs: list[JoinGraphs | DecodeGraphs] = []
         self._under_way = self._engine.batch_queue_size
@@ -147,6 +156,17 @@ class Core:
         with _one_message("capture its graphs"), self.on_stream():
             self._capture()
         self._take_over()
+
+    def _check_weights_alone(self) -> None:
+        """Whether inputs are rounded depends on the kernels that vLLM has found."""
+        methods: Iterator[Any] = (getattr(module, "quant_method", None) for module in self._runner.model.modules())
+        kernels = {type(method.fp8_linear).__name__ for method in methods if hasattr(method, "fp8_linear")}
+        others = sorted(name for name in kernels if not name.startswith("Marlin"))
+        if self.options.quantized == WEIGHTS_ALONE and others:
+            raise EngineError(
+                f"vLLM multiplies FP8 inputs ({others[0]}), where rollout.quantization: fp8 is of the weights alone; set "
+                "it to fp8_per_tensor or fp8_per_channel."
+            )
 
     def _capture(self) -> None:
         """Graphs of our own, where we can make them; the head is ours by now."""
@@ -320,8 +340,9 @@ class Core:
 
     def _load(self, tensors: Iterator[tuple[str, Any]]) -> None:
         try:
-            if self.options.quantization or self.options.device == "cpu":  # weights in a form of the kernels' own
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+            if self.options.quantized or self.options.device == "cpu":  # weights in a form of the kernels' own
+                with _same_workspaces(self._runner.model):
+                    self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
             else:
                 self._runner.model.load_weights(tensors)
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
@@ -377,10 +398,25 @@ def fp8_groups(model: Any) -> list[tuple[str, ...]]:
     packed = getattr(model, "packed_modules_mapping", {})
     groups = []
     for name, module in model.named_modules():
-        if type(getattr(module, "quant_method", None)).__name__ == "Fp8PerTensorOnlineLinearMethod":
-            owner, _, leaf = name.removeprefix("language_model.").rpartition(".")
+        method = type(getattr(module, "quant_method", None)).__name__
+        owner, _, leaf = name.removeprefix("language_model.").rpartition(".")
+        if method == "Fp8PerTensorOnlineLinearMethod":
             groups.append(tuple(f"{owner}.{part}.weight" for part in packed.get(leaf, [leaf])))
+        elif method == "Fp8PerTensorOnlineMoEMethod":  # a scale an expert, of which the trainer knows nothing
+            groups.append((f"{owner}.{leaf}",))
     return groups
+
+
+@contextmanager
+def _same_workspaces(model: Any) -> Iterator[None]:
+    """Marlin's kernels count in a workspace, which a reload makes anew: captured ones would go on with one that is freed."""
+    import torch
+
+    kept = [(module, module.workspace) for module in model.modules() if hasattr(module, "workspace")]
+    yield
+    with torch.inference_mode():
+        for module, workspace in kept:
+            module.workspace = workspace.zero_()  # after a sleep it holds whatever the memory held
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -410,8 +446,10 @@ def _start(options: VLLMOptions, stream: Any) -> Any:
     """Build vLLM's engine on `stream`."""
     import torch
 
-    for name, value in (ENVIRONMENT | WEIGHTS_ALONE.get(options.quantization, {})).items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if options.quantized == WEIGHTS_ALONE:
+        os.environ["VLLM_TEST_FORCE_FP8_MARLIN"] = "1"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # whatever the shell says: the engine is this process's
     try:
         from vllm import EngineArgs
