@@ -128,7 +128,6 @@ class Steps:
         with self._nobody_resumes_too_early():
             out = self._short_way(*args, **kwargs) if self.shortcut else None
             if out is None:
-                # Where two steps are under way, vLLM's own rule would launch one more for those who end with the second.
                 with self._only([r for r in self.scheduler.running if not self._ends_with_those_under_way(r)]):
                     out = self._schedule(*args, **kwargs)
                 out.decoded, out.others = None, out
@@ -193,11 +192,11 @@ class Steps:
             return None
         return chosen, growing, prompts
 
-    @staticmethod
-    def _ends_with_those_under_way(request: Any) -> bool:
-        """The steps that are launched and not read make its last token."""
+    def _ends_with_those_under_way(self, request: Any) -> bool:
+        """The steps that are launched and not read make its last token. vLLM's own rule, which allows for drafts that are
+        refused, would launch one more where two are under way."""
         ends = request.num_prompt_tokens + request.max_tokens
-        return bool(request.num_output_placeholders and request.num_computed_tokens + 1 >= ends)
+        return bool(self.shortcut and request.num_output_placeholders and request.num_computed_tokens + 1 >= ends)
 
     def _are_free(self, blocks: int) -> bool:
         """Nobody has to be preempted for that many blocks of every kind of cache."""
