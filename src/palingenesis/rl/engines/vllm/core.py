@@ -47,7 +47,7 @@ ENVIRONMENT = {
 # the environment says so, and 0.32 when the argument does.
 WEIGHTS_ALONE = "fp8"
 # A step that somebody joins costs everybody c more, and who waits for others loses half of the wait: with turns of T seconds
-# the least is lost at sqrt(2 c T), 25 ms for a join of 1 ms (SmolLM2 on one H200) and turns of 0.3 s.
+# the least is lost at sqrt(2 c T), 25 ms for a join of 1 ms and turns of 0.3 s.
 ADMIT_S = 0.03
 ADMIT_SHARE = 8  # an eighth of the running sequences or more join at once
 # Steps that are launched before the first of them is read. vLLM's own leave the host one step of the GPU for its work; one
