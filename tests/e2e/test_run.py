@@ -357,10 +357,10 @@ def test_a_full_disk_is_one_message_and_keeps_the_older_checkpoint(
     config = small(train={"steps": 9, "save_steps": 2})
     original = checkpoint.export
 
-    def fails_on_the_second(folder: Path, *args: Any) -> Path:
+    def fails_on_the_second(folder: Path, *args: Any, **kwargs: Any) -> Path:
         if "step_2" not in str(folder):
             raise OSError(28, "No space left on device")
-        return original(folder, *args)
+        return original(folder, *args, **kwargs)
 
     monkeypatch.setattr(checkpoint, "export", fails_on_the_second)
     with pytest.raises(CheckpointError, match=r"checkpoint of step 4 cannot be written.*No space left"):
