@@ -185,12 +185,18 @@ def test_a_layer_that_is_vllms_writes_first_and_everything_comes_back(monkeypatc
     before = FlashAttentionImpl.forward, FlashAttentionImpl.do_kv_cache_update
     query, key, value, cache = tensors()
     out, slots = torch.zeros_like(query), torch.arange(3)
-    for own in (layer(sliding_window=(7, 0)), layer(kv_sharing_target_layer_name="model.layers.3")):
-        metadata = step(slot_mapping=slots)
+    for own, of_step in (
+        (layer(sliding_window=(7, 0)), {}),
+        (layer(kv_sharing_target_layer_name="model.layers.3"), {}),
+        (layer(), {"max_query_len": 2}),
+        (layer(), {"seq_lens": torch.ones(2)}),
+    ):
+        metadata = step(slot_mapping=slots, **of_step)
         with DecodeAttention(3, torch.device("cpu")).in_place():
             FlashAttentionImpl.do_kv_cache_update(own, "layer", key, value, cache, slots)
             assert FlashAttentionImpl.forward(own, "layer", query, key, value, cache, metadata, output=out) is out
-        written = [("update", own, "layer", key, value, cache, slots)] if own.sliding_window[0] == 7 else []
+        shared = own.kv_sharing_target_layer_name is not None
+        written = [] if shared else [("update", own, "layer", key, value, cache, slots)]
         attended = ("forward", own, "layer", query, key, value, cache, metadata, out)
         assert [tuple(map(id, call[1:])) for call in seen] == [tuple(map(id, c[1:])) for c in (*written, attended)]
         assert [call[0] for call in seen] == ["update"] * len(written) + ["forward"]

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
+from palingenesis.rl.engines.vllm.core import UNDER_WAY
 from palingenesis.rl.engines.vllm.steps import Running, Steps
 from palingenesis.rl.types import Completion, Finish, SamplingParams
 
-UNDER_WAY, VOCABULARY, BLOCK, SEQS, LONGEST = 3, 50, 4, 8, 48
+VOCABULARY, BLOCK, SEQS, LONGEST = 50, 4, 8, 48
 
 
 def following(tokens: list[int]) -> int:

@@ -171,7 +171,7 @@ def export(
     Args:
         resumable: masters where the policy's weights are FP8 values, too.
     """
-    kept = masters.fp8 if masters.fp8 and not resumable else ()
+    kept = () if resumable else masters.fp8
     owner = {id(param): master.detach() for param, master in masters.pairs.values() if param not in kept}
     state = {
         name: owner.get(id(value), value.detach()) for name, value in policy.model.state_dict(keep_vars=True).items()

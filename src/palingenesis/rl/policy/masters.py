@@ -30,7 +30,7 @@ class Masters:
     def __init__(
         self, model: torch.nn.Module, values: Mapping[str, torch.Tensor], fp8: FP8Weights | None = None
     ) -> None:
-        self.fp8 = fp8
+        self.fp8 = fp8 or FP8Weights(model, ())
         self.pairs: dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
         for name, param in model.named_parameters():
             if not param.requires_grad:
@@ -59,5 +59,4 @@ class Masters:
             for param, master in self.pairs.values():
                 if param is not master:
                     param.copy_(master)
-        if self.fp8:
-            self.fp8.round()
+        self.fp8.round()

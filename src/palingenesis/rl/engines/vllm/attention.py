@@ -13,7 +13,7 @@ of another size than 16, 32, 64, 128 or 256.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,31 +43,21 @@ class DecodeAttention:
         """For what is launched, or captured, meanwhile."""
         from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-        vllms_forward, vllms_update = FlashAttentionImpl.forward, FlashAttentionImpl.do_kv_cache_update
+        vllms_update = FlashAttentionImpl.do_kv_cache_update
 
         def update(own: Any, *args: Any) -> None:
-            """Left to `forward`."""
+            """Left to `compute`."""
 
-        def forward(
-            own: Any,
-            layer: Any,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            kv_cache: Tensor,
-            metadata: Any,
-            output: Tensor,
-            **rest: Any,
-        ) -> Tensor:
+        def compute(own: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: Any,
+                    output: Tensor) -> bool:  # fmt: skip
             if _one_each(query, metadata) and covered(own, query, key, value, kv_cache, metadata):
                 self._attend(own, query, key, value, kv_cache, metadata, output)
-                return output
+                return True
             if own.kv_sharing_target_layer_name is None and key is not None:
                 vllms_update(own, layer, key, value, kv_cache, metadata.slot_mapping)
-            vllms_forward(own, layer, query, key, value, kv_cache, metadata, output, **rest)
-            return output
+            return False
 
-        with changed(FlashAttentionImpl, forward=forward, do_kv_cache_update=update):
+        with changed(FlashAttentionImpl, do_kv_cache_update=update), _before_vllms(compute):
             yield
 
     def _attend(
@@ -118,30 +108,17 @@ class JoinAttention:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """For what is launched, or captured, meanwhile."""
-        from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-        vllms = FlashAttentionImpl.forward
-
-        def forward(
-            own: Any,
-            layer: Any,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            kv_cache: Tensor,
-            metadata: Any,
-            output: Tensor,
-            **rest: Any,
-        ) -> Tensor:
+        def compute(own: Any, _: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: Any,
+                    output: Tensor) -> bool:  # fmt: skip
             ours = metadata.causal and query.shape[1] == self._group * key.shape[1]
-            if ours and covered(own, query, key, value, kv_cache, metadata):
-                self.layers.add(id(own))
-                self._extend(own, query, kv_cache, metadata, output)
-            else:
-                vllms(own, layer, query, key, value, kv_cache, metadata, output, **rest)
-            return output
+            if not ours or not covered(own, query, key, value, kv_cache, metadata):
+                return False
+            self.layers.add(id(own))
+            self._extend(own, query, kv_cache, metadata, output)
+            return True
 
-        with changed(FlashAttentionImpl, forward=forward):
+        with _before_vllms(compute):
             yield
 
     def _extend(self, own: Any, query: Tensor, kv_cache: Tensor, metadata: Any, output: Tensor) -> None:
@@ -149,9 +126,8 @@ class JoinAttention:
         shape, most = (query.shape[1], keys.shape[2], query.shape[2]), self._tiles.shape[1]
         if shape not in self._work:
             self._work[shape] = Workspace.of(most, *shape, query.device, self._tile)
-        room = min(
-            len(query), len(metadata.seq_lens) + len(query) // self._tile
-        )  # a sequence's last tile may not be full
+        # Each sequence's last tile may not be full.
+        room = min(len(query), len(metadata.seq_lens) + len(query) // self._tile)
         extend(
             query,
             keys,
@@ -163,6 +139,22 @@ class JoinAttention:
             output,
             self._work[shape],
         )
+
+
+@contextmanager
+def _before_vllms(compute: Callable[..., bool]) -> Iterator[None]:
+    """vLLM's attention computes what `compute` says that it has not."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    vllms = FlashAttentionImpl.forward
+
+    def forward(own: Any, *args: Any, output: Tensor, **rest: Any) -> Tensor:
+        if not compute(own, *args, output):
+            vllms(own, *args, output, **rest)
+        return output
+
+    with changed(FlashAttentionImpl, forward=forward):
+        yield
 
 
 def _one_each(query: Tensor, metadata: Any) -> bool:

@@ -53,7 +53,6 @@ ADMIT_SHARE = 8  # an eighth of the running sequences or more join at once
 # Steps that are launched before the first of them is read. vLLM's own leave the host one step of the GPU for its work; one
 # that somebody joins takes it 4 ms, where the GPU takes 1 to 2 for a step of a small model (one H200).
 UNDER_WAY = 3
-VLLMS_UNDER_WAY = 2
 GPU_S = 300.0  # a step takes milliseconds
 SLEEP_LEVEL = 2  # the trainer has the weights: nothing needs to be kept on the host
 
@@ -149,7 +148,8 @@ class Core:
         self._check_weights_alone()
         self._seeds_by_vllm = hasattr(self._runner.sampler, "sampling_states")  # the older runner would make generators
         self._graphs: list[JoinGraphs | DecodeGraphs] = []
-        self._under_way = self._engine.batch_queue_size
+        self._under_way = self._engine.batch_queue_size  # that there is room for
+        self._engine.batch_queue_size = self.llm.vllm_config.max_concurrent_batches
         self.steps = Steps(self._engine.scheduler, self.llm.model_config.max_model_len, self._under_way)
         self.patience = ADMIT_S
         self._undo = install(self._runner, self._seed_of)
@@ -159,10 +159,12 @@ class Core:
 
     def _check_weights_alone(self) -> None:
         """Whether inputs are rounded depends on the kernels that vLLM has found."""
+        if self.options.quantized != WEIGHTS_ALONE:
+            return
         methods: Iterator[Any] = (getattr(module, "quant_method", None) for module in self._runner.model.modules())
         kernels = {type(method.fp8_linear).__name__ for method in methods if hasattr(method, "fp8_linear")}
         others = sorted(name for name in kernels if not name.startswith("Marlin"))
-        if self.options.quantized == WEIGHTS_ALONE and others:
+        if others:
             raise EngineError(
                 f"vLLM multiplies FP8 inputs ({others[0]}), where rollout.quantization: fp8 is of the weights alone; set "
                 "it to fp8_per_tensor or fp8_per_channel."
@@ -198,13 +200,14 @@ class Core:
     def _take_over(self) -> None:
         for one in (self.steps, *self._graphs):
             one.take_over()
-        self._engine.batch_queue_size = self._under_way if self._graphs else min(self._under_way, VLLMS_UNDER_WAY)
+        if self._graphs:
+            self._engine.batch_queue_size = self._under_way
 
     def restore(self) -> None:
         """Give vLLM its own back, when no requests run: what benchmarks measure against."""
         while self.busy:
             self.step()
-        self._engine.batch_queue_size = min(self._under_way, VLLMS_UNDER_WAY)
+        self._engine.batch_queue_size = self.llm.vllm_config.max_concurrent_batches
         self._let_go()
 
     def _let_go(self) -> None:

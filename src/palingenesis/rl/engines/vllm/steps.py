@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from palingenesis.rl.engines.vllm.graphs import changed
 from palingenesis.rl.errors import EngineError
@@ -62,6 +62,16 @@ class Running:
             versions=tuple(self.versions),
             finish=finish,
         )
+
+
+class Plan(NamedTuple):
+    """Those that run. `chosen` decode, and `growing` of them may need a block; the `prompts` of others are not computed yet;
+    the steps that are launched and not read make the last token of those that are `ending`."""
+
+    chosen: list[Any]
+    growing: list[Any]
+    prompts: list[Any]
+    ending: list[Any]
 
 
 class Steps:
@@ -126,9 +136,12 @@ class Steps:
         """What the next step computes. `decoded`: whom `read` takes itself, None for nobody; `others`: the part of a step
         that is vLLM's own to read."""
         with self._nobody_resumes_too_early():
-            out = self._short_way(*args, **kwargs) if self.shortcut else None
+            plan = self._plan() if self.shortcut else None
+            out = self._short_way(plan, *args, **kwargs) if plan else None
             if out is None:
-                with self._only([r for r in self.scheduler.running if not self._ends_with_those_under_way(r)]):
+                # vLLM's own rule, which allows for drafts that are refused, would launch one more step for these where two
+                # are under way.
+                with self._without(plan.ending if plan else []):
                     out = self._schedule(*args, **kwargs)
                 out.decoded, out.others = None, out
         out.weights_version = self.version
@@ -138,18 +151,17 @@ class Steps:
     def _nobody_resumes_too_early(self) -> AbstractContextManager[None]:
         """One that was preempted is computed anew from the tokens that are known: not before all of its own are read."""
         s = self.scheduler
-        if self._preemptions and any(getattr(request, "num_output_placeholders", 0) for request in s.waiting):
+        if self._preemptions and any(request.num_output_placeholders for request in s.waiting):
             return changed(s, max_num_running_reqs=len(s.running))
         return nullcontext()
 
-    def _short_way(self, *args: Any, **kwargs: Any) -> Any:
+    def _short_way(self, plan: Plan, *args: Any, **kwargs: Any) -> Any:
         """One token for everybody who decodes, and what vLLM schedules of the others; None where its own way has to decide
         about all of them. Nothing is changed before that is settled."""
         s = self.scheduler
-        plan = self._plan()
-        if plan is None:
+        chosen, growing, prompts, ending = plan
+        if not chosen or len(chosen) > s.max_num_scheduled_tokens or not self._are_free(2 * len(growing)):
             return None
-        chosen, growing, prompts = plan
         joining = s.get_num_unfinished_requests() > len(s.running) and len(s.running) < s.max_num_running_reqs
         if not prompts and not joining:
             others, out = None, self._decode(chosen, growing, self._nothing_scheduled(), counted=False)
@@ -157,7 +169,7 @@ class Steps:
             return None
         else:
             # First: a prompt must not find blocks whose content this very step computes.
-            out = self._schedule_others(prompts, len(chosen), *args, **kwargs)
+            out = self._schedule_others(chosen, ending, *args, **kwargs)
             others = copy(out) if out.num_scheduled_tokens else None
             out = self._decode(chosen, growing, out, counted=others is not None)
         out.decoded, out.others = [request.request_id for request in chosen], others
@@ -165,12 +177,11 @@ class Steps:
         self.mixed += others is not None
         return out
 
-    def _plan(self) -> tuple[list[Any], list[Any], list[Any]] | None:
-        """Who decodes, who of them may need a block, and whose prompt is not computed yet."""
+    def _plan(self) -> Plan | None:
+        """Who runs; None where that is not ours to say."""
         s = self.scheduler
-        chosen: list[Any] = []
-        growing: list[Any] = []
-        prompts: list[Any] = []
+        plan = Plan([], [], [], [])
+        chosen, growing, prompts, ending = plan
         if s._pause_state.value:
             return None
         for request in s.running:
@@ -183,20 +194,13 @@ class Steps:
             if computed < prompt or again or len(request._all_token_ids) + placeholders - computed != 1:
                 prompts.append(request)
                 continue
-            if self._ends_with_those_under_way(request) or computed >= self.max_model_len - 1:
+            if (placeholders and computed + 1 >= prompt + request.max_tokens) or computed >= self.max_model_len - 1:
+                ending.append(request)
                 continue
             chosen.append(request)
             if computed % self._unit <= self._late or computed - prompt < self._late:
                 growing.append(request)
-        if not chosen or len(chosen) > s.max_num_scheduled_tokens or not self._are_free(2 * len(growing)):
-            return None
-        return chosen, growing, prompts
-
-    def _ends_with_those_under_way(self, request: Any) -> bool:
-        """The steps that are launched and not read make its last token. vLLM's own rule, which allows for drafts that are
-        refused, would launch one more where two are under way."""
-        ends = request.num_prompt_tokens + request.max_tokens
-        return bool(self.shortcut and request.num_output_placeholders and request.num_computed_tokens + 1 >= ends)
+        return plan
 
     def _are_free(self, blocks: int) -> bool:
         """Nobody has to be preempted for that many blocks of every kind of cache."""
@@ -213,30 +217,32 @@ class Steps:
         blocks = sum((r.num_tokens - r.num_computed_tokens) // self._unit + 2 for r in prompts)
         return self._are_free(2 * growing + blocks) and all(r.request_id in self.running for r in prompts)
 
-    def _schedule_others(self, prompts: list[Any], decoding: int, *args: Any, **kwargs: Any) -> Any:
-        """vLLM schedules `prompts` and those that wait, as if nobody else ran, into the places and tokens that are left: no
-        more tokens than its largest graph holds, because a larger step launches kernel by kernel."""
+    def _schedule_others(self, chosen: list[Any], ending: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """vLLM schedules the prompts and those that wait into the places and tokens that these leave: no more tokens than
+        its largest graph holds, because a larger step launches kernel by kernel."""
         s = self.scheduler
         before = set(s.prev_step_scheduled_req_ids)
-        left, in_graph = s.max_num_scheduled_tokens - decoding, self.in_graph - decoding
+        left, in_graph = s.max_num_scheduled_tokens - len(chosen), self.in_graph - len(chosen)
         budget = min(left, in_graph) if in_graph >= self._piece else left
-        with changed(s, max_num_scheduled_tokens=budget), self._only(prompts):
+        with changed(s, max_num_scheduled_tokens=budget), self._without([*chosen, *ending]):
             out = self._schedule(*args, **kwargs)
         s.prev_step_scheduled_req_ids.update(before)
         return out
 
     @contextmanager
-    def _only(self, requests: list[Any]) -> Iterator[None]:
-        """Of those that run the scheduler sees `requests` meanwhile, and the places that the others leave."""
+    def _without(self, others: list[Any]) -> Iterator[None]:
+        """The scheduler sees nothing of `others` meanwhile but that their places are taken."""
         s = self.scheduler
-        before, seen = s.running, {request.request_id for request in requests}
-        others = [request for request in before if request.request_id not in seen]
+        if not others:
+            yield
+            return
+        before, hidden = s.running, {request.request_id for request in others}
         with changed(s, max_num_running_reqs=s.max_num_running_reqs - len(others)):
-            s.running = requests
+            s.running = [request for request in before if request.request_id not in hidden]
             try:
                 yield
             finally:  # in their order; those that were preempted are gone, and who joined comes last
-                left = {request.request_id for request in (*others, *s.running)}
+                left = hidden | {request.request_id for request in s.running}
                 known = {request.request_id for request in before}
                 stay = [request for request in before if request.request_id in left]
                 s.running = stay + [request for request in s.running if request.request_id not in known]
